@@ -20,6 +20,7 @@ from stack_quant.nnx_model import ModuleProgram, call_on_batches, plain_module
 from stack_quant.recipes import load_recipe
 from stack_quant.section import QuantConfig, Quantization
 from stack_train.models.encoder import Encoder
+from stack_train.models.encoder_decoder import EncoderDecoder
 from stack_train.run.model import abstract_model
 
 TABLE = Path(__file__).parents[1] / "docs" / "adapters.md"
@@ -96,7 +97,9 @@ def small_model(name: str) -> Any:
 def batch_of(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of a batch of a model's data."""
     if isinstance(model, LanguageModel | Encoder):
-        return {key: jax.ShapeDtypeStruct((2, 8), jnp.int32) for key in ("tokens", "positions", "segment_ids")}
+        sources = ("source_tokens", "source_segment_ids") if isinstance(model, EncoderDecoder) else ()
+        names = ("tokens", "positions", "segment_ids", *sources)
+        return {key: jax.ShapeDtypeStruct((2, 8), jnp.int32) for key in names}
     assert isinstance(model, RunsOnBatches)
     config, float32 = model.config, jnp.float32
     images = jax.ShapeDtypeStruct((2, config.image_size, config.image_size, config.channels), float32)

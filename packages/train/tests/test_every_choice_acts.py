@@ -14,12 +14,14 @@ from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
 from stack_train.models.encoder import Encoder
+from stack_train.models.encoder_decoder import EncoderDecoder
 
 ELSEWHERE = {
     "name": "the registry is chosen by it",
     "max_positions": "data and engines check lengths against it",
     "context_keys": "acts on a mesh that splits sequences (test_families)",
     "expert_buffer": "acts on a mesh that splits experts",
+    "start_token": "data and generation begin targets with it (test_pairs, test_source_texts)",
     "image_begin": "the reader of images writes it (test_gemma3_vision)",
     "image_end": "the reader of images writes it (test_gemma3_vision)",
 }
@@ -181,6 +183,7 @@ FAMILIES = {
     "roberta": {"layers": 2},
     "xlm_roberta": {"layers": 2},
     "modernbert": {"layers": 4, "window": 4},
+    **{name: {"layers": 2, "head_dim": 6, "buckets": 6, "max_distance": 9} for name in ("t5", "mt5", "umt5")},
 }
 VALUES = {
     "heads": 2,
@@ -241,7 +244,9 @@ def programs(name, mapping):
         if isinstance(model, Encoder):
             batch = {"tokens": tokens, "positions": positions, "segment_ids": segments}
             return sum(jnp.sum(each) for each in model.on_batch(batch)), nnx.state(model)
-        outputs = model(tokens, positions, segments, **images)
+        # Sources have other lengths than targets.
+        others = {"source_tokens": tokens[:, :7]} if isinstance(model, EncoderDecoder) else images
+        outputs = model(tokens, positions, segments, **others)
         further = [jnp.sum(each).astype(jnp.float32) for each in outputs.further]
         head = model.head().cross_entropy(outputs.hidden, tokens)
         return head + sum(jnp.sum(each) for each in outputs.facts.values()) + sum(further), nnx.state(model)

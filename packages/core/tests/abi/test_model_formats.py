@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from stack_core.abi import model_formats
-from stack_core.abi.errors import ConversionError
+from stack_core.abi.errors import ConversionError, GenerationError
 from stack_core.abi.installing import install_command
 from stack_core.abi.model_formats import open_for_generation, open_model
+from stack_core.text.embeddings import check_generates
+from stack_core.text.sources import start_token_of
 
 
 class Opened(SimpleNamespace):
@@ -56,6 +58,17 @@ def test_the_format_is_found(directory: Path) -> None:
 
 def test_a_format_that_is_named_need_not_know_the_directory(directory: Path) -> None:
     assert open_for_generation(f"trigrams:{directory}") == Opened(name="trigrams", directory=directory)
+
+
+def test_an_encoder_decoder_is_opened_on_request_only(directory: Path, formats: dict[str, Any]) -> None:
+    checkpoint = Opened(name="t5", start_token=0)
+    formats["bigrams"].open_for_generation = lambda directory: checkpoint
+    with pytest.raises(GenerationError, match="is an encoder-decoder: it generates a target from a source text"):
+        open_for_generation(str(directory))
+    assert open_for_generation(str(directory), sources=True) is checkpoint
+    assert (start_token_of(checkpoint), start_token_of(SimpleNamespace())) == (0, None)
+    with pytest.raises(GenerationError, match="t5 is an encoder-decoder"):
+        check_generates(checkpoint)
 
 
 def test_a_path_with_a_colon_names_no_format(formats: dict[str, Any], tmp_path: Path) -> None:

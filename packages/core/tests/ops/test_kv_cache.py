@@ -158,3 +158,21 @@ def test_it_holds_half_the_bytes() -> None:
 def test_other_types_are_refused() -> None:
     with pytest.raises(ArgumentError, match="'int4': expected one of 'model', 'int8', 'fp8_e4m3', 'fp8_e5m2'"):
         empty("int4")
+
+
+def test_a_bias_is_added_to_the_scores() -> None:
+    """Of the places of the cache: the call's own tokens and those before it."""
+    query, key, value = tokens()
+    bias = jax.random.normal(jax.random.key(2), (3, HEADS, SEQ, SEQ))
+    expected: Any = ops.attention(query, key, value, causal=True, bias=bias)
+    cache, found, start = empty("model"), [], 0
+    assert cache.capacity == 16
+    for part in (5, 1, 6):
+        places = slice(start, start + part)
+        wide = jnp.pad(bias[:, :, places], ((0, 0), (0, 0), (0, 0), (0, 16 - SEQ)), constant_values=9.0)
+        layer = jax.tree.map(lambda leaf: leaf[0], cache.layers)
+        output, layer = cache.attend(layer, query[:, places], key[:, places], value[:, places], DEFAULT, bias=wide)
+        found.append(output)
+        cache = cache.advance(jax.tree.map(lambda leaf: leaf[None], layer), part)
+        start += part
+    assert error(jnp.concatenate(found, axis=1), expected) < MOST["model"]

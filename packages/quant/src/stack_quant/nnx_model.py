@@ -101,6 +101,9 @@ class ModuleProgram:
         cls, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any] | None = None
     ) -> "ModuleProgram":
         """Creates the program of a plain module. Without `call`, a language model also computes logits."""
+        if call is None and isinstance(model, LanguageModel):
+            # A language model with inputs besides its own tokens, such as a source.
+            call = call_on_batches(model)
         is_batch = call is None and isinstance(model, LanguageModel)
         used = call or (_logits if is_batch else _called)
         graph, state = nnx.split(model)

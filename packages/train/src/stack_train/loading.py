@@ -26,7 +26,7 @@ def load(address: str | Path) -> "LoadedModel":
     Raises:
       StackError: the address does not contain a model, or the model cannot generate text.
     """
-    return LoadedModel(str(address), open_for_generation(str(address)))
+    return LoadedModel(str(address), open_for_generation(str(address), sources=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class LoadedModel:
         """Continues a prompt, as `stack generate` does; `str` of the result is the text.
 
         Args:
-          prompt: text to continue.
+          prompt: text to continue; for an encoder-decoder, the source from which the text is generated.
           sampling: fields of `SamplingConfig`, such as `max_tokens=64`, `temperature=0.0` or `stop=("end",)`.
 
         Raises:

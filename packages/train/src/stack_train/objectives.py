@@ -20,10 +20,12 @@ from stack_core.ops import Head
 
 __all__ = ["CausalLMConfig", "as_objective", "check_inputs"]
 
+_OTHER_INPUTS = ("pixels", "source_tokens", "source_segment_ids")
+
 
 @config
 class CausalLMConfig(Objective):
-    """Next-token cross-entropy, the mean over the targets that are not ignored.
+    """Next-token cross-entropy, the mean over the targets that are not ignored, given the source if the data has one.
 
         loss + balance_loss * balance + router_z_loss * z + mtp_loss * mtp
 
@@ -58,9 +60,9 @@ class CausalLMConfig(Objective):
                 f"objective.name={self.name!r} predicts the next token, and this model has no head: its family is no "
                 "language model. Choose another model.name or objective.name."
             )
-        # Only image data has pixels, and only image models accept the argument.
-        images: dict[str, Any] = {"pixels": batch["pixels"]} if "pixels" in batch else {}
-        outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **images)
+        # Only data of images or of sources has these arrays, and only their models accept the arguments.
+        others: dict[str, Any] = {name: batch[name] for name in _OTHER_INPUTS if name in batch}
+        outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **others)
         targets, head = batch["targets"], model.head()
         loss = head.cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, z_loss=self.z_loss)
         # Microbatches and stages are averaged by their targets, since rows may have very different numbers.

@@ -40,6 +40,7 @@ SMALL = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+SMALL_T5 = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 3, "num_layers": 2}
 SMALL_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 8}
 OWN_SIZES: dict[str, dict[str, int]] = {
     "SmolLM3-3B": {"num_hidden_layers": 4},
@@ -50,6 +51,8 @@ OWN_SIZES: dict[str, dict[str, int]] = {
     "Kimi-K2-Instruct": {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
     | {"qk_rope_head_dim": 4, "v_head_dim": 8},
     "gemma-3-4b-it": {"num_hidden_layers": 6},
+    "t5-small": SMALL_T5,
+    "t5-v1_1-base": {**SMALL_T5, "num_decoder_layers": 3},
     "gpt-oss-20b": {"intermediate_size": 64},
     "DeepSeek-V3": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 12, "kv_lora_rank": 16}
     | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1},
@@ -91,7 +94,10 @@ def small_config(name: str) -> dict[str, Any]:
 def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
     """The tensors of a checkpoint in float, without the parts of larger models that are not read."""
     text = config.get("text_config", config)
-    embed, kind = text["hidden_size"], text["model_type"]
+    kind = text["model_type"]
+    if kind == "t5":
+        return _t5(config)
+    embed = text["hidden_size"]
     if kind in ENCODERS:
         return ENCODERS[kind](config, embed)
     shapes: Shapes = {"model.embed_tokens.weight": (text["vocab_size"], embed), "model.norm.weight": (embed,)}
@@ -134,6 +140,27 @@ def _modernbert(config: dict[str, Any], embed: int) -> Shapes:
 
 
 ENCODERS = {"bert": _bert, "modernbert": _modernbert}
+
+
+def _t5(config: dict[str, Any]) -> Shapes:
+    embed, mlp, inner = config["d_model"], config["d_ff"], config["num_heads"] * config["d_kv"]
+    gated = config.get("is_gated_act", False)
+    wide = {f"DenseReluDense.{name}": (mlp, embed) for name in (("wi_0", "wi_1") if gated else ("wi",))}
+    last = {**wide, "DenseReluDense.wo": (embed, mlp), "layer_norm": (embed,)}
+    shapes: Shapes = {"shared": (config["vocab_size"], embed)}
+    if gated:
+        shapes["lm_head"] = (config["vocab_size"], embed)
+    for side, kinds in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"])):
+        count = config["num_layers"] if side == "encoder" else config.get("num_decoder_layers", config["num_layers"])
+        parts = [{f"{kind}.{name}": (inner, embed) for name in "qkv"} | {f"{kind}.o": (embed, inner)} for kind in kinds]
+        layers = [*({**part, "layer_norm": (embed,)} for part in parts), last]
+        for number in range(count):
+            for place, layer in enumerate(layers):
+                shapes |= {f"{side}.block.{number}.layer.{place}.{name}": shape for name, shape in layer.items()}
+        biases = (config["relative_attention_num_buckets"], config["num_heads"])
+        shapes[f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias"] = biases
+        shapes[f"{side}.final_layer_norm"] = (embed,)
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
 def _tower(config: dict[str, Any]) -> Shapes:

@@ -35,20 +35,26 @@ def open_model(address: str, *, data: str | None = None) -> TrainedModel:
     return format_.open_model(directory, data=data)
 
 
-def open_for_generation(address: str, *, encoders: bool = False) -> GenerativeCheckpoint:
+def open_for_generation(address: str, *, encoders: bool = False, sources: bool = False) -> GenerativeCheckpoint:
     """Opens a language model for text generation.
 
     Args:
       encoders: whether an encoder is opened, too; see `stack_core.text.embeddings`.
+      sources: whether an encoder-decoder is opened, too, which generates from a source; see `stack_core.text.sources`.
 
     Raises:
       ConversionError: as `open_model`.
-      StackError: the checkpoint cannot be used, or is an encoder.
+      StackError: the checkpoint cannot be used, or is an encoder or an encoder-decoder.
     """
     format_, directory = find_format(address, OpensForGeneration)
     checkpoint = format_.open_for_generation(directory)
     if not (encoders or getattr(checkpoint, "generates", True)):
         raise GenerationError(f"{address} is an encoder: it embeds texts and generates none. Use it in stack serve.")
+    if not sources and getattr(checkpoint, "start_token", None) is not None:
+        raise GenerationError(
+            f"{address} is an encoder-decoder: it generates a target from a source text and continues no prompt. Use "
+            "stack generate or stack_train.load(...).generate."
+        )
     return checkpoint
 
 

@@ -160,6 +160,13 @@ class DenseKVCache:
 
         return cls(jax.tree.map(layer, states), jnp.zeros((batch,), jnp.int32))
 
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens per row; for caches with keys and values."""
+        is_layer = lambda node: isinstance(node, LayerCache)
+        layers = [node for node in jax.tree.leaves(self.layers, is_leaf=is_layer) if is_layer(node)]
+        return layers[0].key.shape[-2]
+
     def attend(
         self,
         layer: LayerCache,
@@ -170,19 +177,21 @@ class DenseKVCache:
         *,
         sinks: Float[Array, " heads"] | None = None,
         ahead: Int[Array, "batch seq"] | None = None,
+        bias: Float[Array, "#batch #heads #seq #capacity"] | None = None,
     ) -> tuple[Float[Array, "batch seq heads value_dim"], LayerCache]:
         """Appends key and value to one layer and computes causal attention over its contents.
 
         Args:
           query: queries; query i of row r is at position lengths[r] + i.
           ahead: number of later tokens of this call that each query attends to as well.
+          bias: biases of the scores; see `ops.attention`.
 
         Returns:
           The output, and the layer with the new keys and values. `lengths` changes only in `advance`.
         """
         layer = LayerCache(self._append(layer.key, key), self._append(layer.value, value))
         keys, values = (ops.dequantize(stored, query.dtype) for stored in (layer.key, layer.value))
-        return self._attention(query, keys, values, spec, sinks, ahead), layer
+        return self._attention(query, keys, values, spec, sinks, ahead, bias), layer
 
     def attend_latent(
         self,
@@ -215,7 +224,16 @@ class DenseKVCache:
         """Returns the cache after all layers appended `tokens` tokens per row, or `expected` tokens if set."""
         return DenseKVCache(layers, self.lengths + (tokens if self.expected is None else self.expected))
 
-    def _attention(self, query: Any, keys: Any, values: Any, spec: AttentionSpec, sinks: Any, ahead: Any = None) -> Any:
+    def _attention(
+        self,
+        query: Any,
+        keys: Any,
+        values: Any,
+        spec: AttentionSpec,
+        sinks: Any,
+        ahead: Any = None,
+        bias: Any = None,
+    ) -> Any:
         segment_ids, mask, window = None, None, spec.window
         if ahead is not None:
             positions = self.lengths[:, None] + jnp.arange(query.shape[1])
@@ -235,12 +253,13 @@ class DenseKVCache:
             query_offset=self.lengths,
             kv_lengths=self.lengths + query.shape[1],
             window=window,
+            bias=bias,
             mask=mask,
             segment_ids=segment_ids,
             softcap=spec.softcap,
             scale=spec.scale,
             sinks=sinks,
-            axes=_AXES,
+            axes=_AXES if bias is None else {**_AXES, "bias": (None, "act_heads", None, None)},
         )
 
     def _append(self, stored: Any, new: jax.Array) -> Any:

@@ -8,6 +8,7 @@ import jax
 from stack_core.abi.engines import Pooling
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.models import Outputs
+from stack_core.text.sources import check_continues
 
 __all__ = ["EmbeddingSettings", "EmbedsText", "TextEncoder", "check_generates", "embedding_settings_of", "is_encoder"]
 
@@ -66,7 +67,8 @@ def is_encoder(checkpoint: Any) -> bool:
 
 
 def check_generates(checkpoint: Any) -> None:
-    """Raises a GenerationError if a checkpoint generates no text."""
+    """Raises a GenerationError if a checkpoint does not continue texts: an encoder, or a model that reads a source."""
+    check_continues(checkpoint)
     if is_encoder(checkpoint):
         raise GenerationError(
             f"{checkpoint.name} is an encoder: it embeds texts and generates none. Serve it with `stack serve` and ask "

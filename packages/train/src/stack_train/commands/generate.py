@@ -34,7 +34,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
 
     Args:
       source: run directory, or a checkpoint of another format; FORMAT:DIR names the format, as in gguf:FILE.
-      prompt: the text to continue; - reads it from standard input.
+      prompt: the text to continue, or the source of an encoder-decoder such as T5; - reads it from standard input.
       max_tokens: maximum number of generated tokens (128).
       temperature: divisor of the logits (1.0); 0 is greedy decoding.
       top_k: limits sampling to this number of the most likely tokens (all).
@@ -58,7 +58,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
     }
     sampling = parse(SamplingConfig, {name: value for name, value in settings.items() if value is not None})
     keep_compiled()
-    generator = TextGenerator(open_for_generation(source), kv_cache)
+    generator = TextGenerator(open_for_generation(source, sources=True), kv_cache)
     result = generator.generate(_read_prompt(prompt), sampling, write=(lambda piece: None) if json else _write)
     if json:
         print(json_format.dumps(dataclasses.asdict(result)))

@@ -12,6 +12,7 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
 from stack_core.commands.tables import print_table
 from stack_train.drafting.new_family import draft_family
+from stack_train.models.encoder_decoder_family import EncoderDecoderFamily
 from stack_train.models.encoder_family import EncoderFamily
 from stack_train.models.family import DecoderFamily
 
@@ -37,7 +38,7 @@ def models(
     gradients with transformers. They check that conversion to Hugging Face and back is bitwise exact and that paged
     engines generate the same tokens as the model without a cache, and they compile a train step of a published size.
     Tests of encoders compare hidden states and gradients with transformers, and served embeddings with
-    sentence-transformers.
+    sentence-transformers. Tests of encoder-decoders compare logits, greedy targets, gradients and conversion.
 
     Args:
       action: new: draft a family.
@@ -65,7 +66,7 @@ def models(
 
 
 def _record(name: str, family: Any) -> dict[str, Any]:
-    is_text = isinstance(family, DecoderFamily | EncoderFamily)
+    is_text = isinstance(family, DecoderFamily | EncoderFamily | EncoderDecoderFamily)
     return {
         "family": name,
         "architecture": family.config_map.architecture if is_text else None,

@@ -1,6 +1,6 @@
 """Text generation with a language model, token by token, on the default device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from stack_core.ops.kv_cache import DenseKVCache
 from stack_core.ops.sampling.sampling import SamplingSettings, sample
 from stack_core.report.document import continuation
 from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
+from stack_core.text.sources import start_token_of
 from stack_train.generation.sampling import SamplingConfig
 
 __all__ = ["FinishReason", "Generation", "TextGenerator", "TokenGenerator"]
@@ -51,13 +52,15 @@ class Generation:
 class TokenGenerator:
     """Generator of token ids, one sequence at a time.
 
-    Prompts and the cache are padded to powers of two to limit the number of compiled shapes. Sampling settings are
-    inputs of the program and never trigger a compilation.
+    The prompt of an encoder-decoder is the source, which is encoded once. Prompts and the cache are padded to powers of
+    two to limit the number of compiled shapes. Sampling settings are inputs of the program and never trigger a
+    compilation.
     """
 
     def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: CacheStorage = "model") -> None:
         self._checkpoint, self._kv_cache = checkpoint, kv_cache
         self._params = checkpoint.load_params()
+        self._start_token = start_token_of(checkpoint)
         self._rows = _fastest_rows(checkpoint.states)
         # Donated, because a cache that is copied for every token would be in memory twice.
         self._prefill = jax.jit(self._prefill_step, donate_argnames="cache")
@@ -72,6 +75,12 @@ class TokenGenerator:
         if not prompt_tokens:
             raise GenerationError("The prompt has no tokens; generation needs at least one.")
         positions = self._checkpoint.max_positions
+        if self.reads_source:
+            if prompt_tokens > positions:
+                raise GenerationError(
+                    f"The source is {prompt_tokens} tokens long; the model has max_positions={positions}. Shorten it."
+                )
+            return min(max_tokens, positions - 1)
         free = positions - prompt_tokens
         if free < 1:
             raise GenerationError(
@@ -80,6 +89,11 @@ class TokenGenerator:
             )
         return min(max_tokens, free)
 
+    @property
+    def reads_source(self) -> bool:
+        """True if the prompt is a source, from which a target is generated."""
+        return self._start_token is not None
+
     def stream(self, prompt: Sequence[int], sampling: SamplingConfig) -> Iterator[int]:
         """Yields up to `limit(...)` tokens; close the iterator to stop early.
 
@@ -87,17 +101,19 @@ class TokenGenerator:
           GenerationError: the prompt is empty, or leaves no position free.
         """
         limit = self.limit(len(prompt), sampling.max_tokens)
-        capacity = self._bucket(len(prompt) + limit)
+        # A target follows its start token.
+        begun = 1 if self.reads_source else len(prompt)
+        capacity = self._bucket(begun + limit)
         cache = DenseKVCache.empty(self._checkpoint.states, batch=self._rows, capacity=capacity, storage=self._kv_cache)
         padding = [0] * (self._bucket(len(prompt)) - len(prompt))
         tokens = jnp.array([[*prompt, *padding]] * self._rows, jnp.int32)
-        row = SamplingSettings.row(sampling.params, seed=(sampling.seed, 0), end_tokens=(), prompt_tokens=len(prompt))
+        row = SamplingSettings.row(sampling.params, seed=(sampling.seed, 0), end_tokens=(), prompt_tokens=begun)
         settings = np.tile(row.packed(), (self._rows, 1))
         lengths = jnp.full((self._rows,), len(prompt), jnp.int32)
-        token, cache = self._prefill(self._params, tokens, lengths, cache, settings)
+        token, cache, source = self._prefill(self._params, tokens, lengths, cache, settings)
         for _ in range(limit - 1):
             yield int(token[0])
-            token, cache = self._decode(self._params, token, cache, settings)
+            token, cache = self._decode(self._params, token, cache, settings, source)
         # Outside of the loop, because no token follows the last one.
         yield int(token[0])
 
@@ -106,22 +122,37 @@ class TokenGenerator:
 
     def _prefill_step(
         self, params: Any, tokens: jax.Array, lengths: jax.Array, cache: Any, settings: np.ndarray | jax.Array
-    ) -> tuple[jax.Array, Any]:
-        """Prefills tokens[batch, bucket] with lengths[r] valid tokens in row r, and returns each row's next token."""
-        model = self._checkpoint.model(params)
+    ) -> tuple[jax.Array, Any, Mapping[str, Any]]:
+        """Prefills tokens[batch, bucket] with lengths[r] valid tokens in row r.
+
+        Returns:
+          Each row's next token, the cache, and the keyword arguments of the model in decoding steps.
+        """
+        model: Any = self._checkpoint.model(params)
+        if self._start_token is not None:
+            segment_ids = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
+            source = {"source": model.encode(tokens, segment_ids)}
+            starts = jnp.full((len(tokens), 1), self._start_token, jnp.int32)
+            outputs = model(starts, jnp.zeros_like(starts), cache=cache, **source)
+            return _next_token(model, outputs.hidden, outputs.cache, settings), outputs.cache, source
         last = (lengths - 1)[:, None]
         # Padding repeats the last position, because dynamic and longrope scaling depend on a row's largest one.
         positions = jnp.minimum(jnp.arange(tokens.shape[1]), last)
         outputs = model(tokens, positions, cache=cache.expecting(lengths))
         hidden = jnp.take_along_axis(outputs.hidden, last[..., None], axis=1)
-        return _next_token(model, hidden, outputs.cache, settings), outputs.cache
+        return _next_token(model, hidden, outputs.cache, settings), outputs.cache, {}
 
     def _decode_step(
-        self, params: Any, tokens: jax.Array, cache: Any, settings: np.ndarray | jax.Array
+        self,
+        params: Any,
+        tokens: jax.Array,
+        cache: Any,
+        settings: np.ndarray | jax.Array,
+        source: Mapping[str, Any],
     ) -> tuple[jax.Array, Any]:
         """Decodes one token per row and returns the next."""
         model = self._checkpoint.model(params)
-        outputs = model(tokens[:, None], cache.lengths[:, None], cache=cache)
+        outputs = model(tokens[:, None], cache.lengths[:, None], cache=cache, **source)
         return _next_token(model, outputs.hidden, outputs.cache, settings), outputs.cache
 
 
@@ -149,7 +180,7 @@ class TextGenerator:
     def generate(
         self, prompt: str, sampling: SamplingConfig, *, write: Callable[[str], None] = lambda piece: None
     ) -> Generation:
-        """Generates a continuation of `prompt`.
+        """Generates a continuation of `prompt`, or the target of an encoder-decoder whose source is `prompt`.
 
         Args:
           write: receives the text in pieces as it becomes final.
@@ -159,7 +190,8 @@ class TextGenerator:
         """
         prompt_tokens = list(self._tokenizer.encode(prompt))
         limit = self._tokens.limit(len(prompt_tokens), sampling.max_tokens)
-        detokenizer, stop = IncrementalDetokenizer(self._tokenizer, prompt_tokens), StopTexts(sampling.stop)
+        continued = [] if self._tokens.reads_source else prompt_tokens
+        detokenizer, stop = IncrementalDetokenizer(self._tokenizer, continued), StopTexts(sampling.stop)
         pieces: list[str] = []
         tokens: list[int] = []
 

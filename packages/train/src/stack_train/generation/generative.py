@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generation.embedding_settings import read_encoder_settings
 from stack_train.vision.reader import SeesImages, image_reader
 
-__all__ = ["ModuleCheckpoint", "generative_checkpoint", "parameters_of"]
+__all__ = ["ModuleCheckpoint", "ReadsSource", "generative_checkpoint", "parameters_of"]
 
 _Path = tuple[Any, ...]
 _Read = Callable[[Any], Iterable[tuple[_Path, Any]]]
@@ -36,6 +36,21 @@ _Read = Callable[[Any], Iterable[tuple[_Path, Any]]]
 _GENERATION_CONFIG, _CONFIG = "generation_config.json", "config.json"
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _OF_HEADS = ("heads", "kv_heads")
+
+
+@runtime_checkable
+class ReadsSource(Protocol):
+    """A `LanguageModel` that generates a target from a source; calls with a cache also take `source=encode(...)`.
+
+    Attributes:
+      start_token: token that begins every target.
+    """
+
+    start_token: int
+
+    def encode(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> Any:
+        """Encodes the sources of a batch, int32[batch, source_seq]; segments are 1 for tokens and 0 for padding."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +69,7 @@ class ModuleCheckpoint:
       images: preprocessing of images; None for models of text.
       as_floats: function that opens the checkpoint with dequantized matrices; None without quantized matrices.
       embedding, generates: see `EmbedsText`.
+      start_token: see `GeneratesFromSource`.
     """
 
     name: str
@@ -75,6 +91,7 @@ class ModuleCheckpoint:
     as_floats: Callable[[], "ModuleCheckpoint"] | None = None
     embedding: EmbeddingSettings | None = None
     generates: bool = True
+    start_token: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "read": _read_nothing, "adapters_at": no_adapters, "as_floats": None}
@@ -222,6 +239,10 @@ def generative_checkpoint(
         own = encoder.max_tokens or (None if found is None else found.max_tokens)
         max_positions = min(max_positions, own or max_positions)
         found = None if found is None else found.for_encoder(lowercase=encoder.lowercase)
+    start_token = model.start_token if isinstance(model, ReadsSource) else None
+    if start_token is not None and found is not None:
+        # A source keeps its end token: no text follows it.
+        found = found.for_encoder()
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
     logical_axes = {path: variable.get_metadata().get("logical_axes", ()) for path, variable in variables.items()}
@@ -251,6 +272,7 @@ def generative_checkpoint(
         images=image_reader(config, found) if isinstance(config, SeesImages) and found is not None else None,
         embedding=None if encoder is None else encoder.embedding,
         generates=not is_encoder,
+        start_token=start_token,
     )
 
 

@@ -38,6 +38,7 @@ from stack_core.ops.sampling.sampling import (
     sample,
 )
 from stack_core.text.detokenize import IncrementalDetokenizer
+from stack_core.text.sources import check_continues
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
 
@@ -99,12 +100,13 @@ class StaticEngine(Engine):
     earlier. With a single thread, batches and tokens therefore depend only on the order of calls, bit for bit.
 
     Raises:
-      StackError: the checkpoint cannot be read.
+      StackError: the checkpoint cannot be read, or is an encoder-decoder.
     """
 
     keeps_missing = True
 
     def __init__(self, checkpoint: GenerativeCheckpoint, config: StaticEngineConfig | None = None) -> None:
+        check_continues(checkpoint)
         self._checkpoint, self._config = checkpoint, StaticEngineConfig() if config is None else config
         self._params = checkpoint.load_params()
         self._rows = self._config.rows

@@ -15,16 +15,14 @@ from stack_core import ops
 from stack_core.abi.caches import KVCache, LayerState
 from stack_core.abi.config import config
 from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError
-from stack_core.abi.mesh import constrain
 from stack_core.abi.models import ImageTokens, Outputs
 from stack_core.ops import Head
-from stack_core.ops.building import is_quantized
 from stack_train.nn.attention import Attention, Mixer, Rope
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, check_unsplit_sequence, from_zigzag, shared_rows, to_zigzag
 from stack_train.nn.feed_forward import Facts, TokenLayer
 from stack_train.nn.groups import Group, groups_of
-from stack_train.nn.linear import FloatName, lookup
+from stack_train.nn.linear import FloatName, head_of, lookup
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import STREAM, Norm, ResidualStream, Rows, gather_sequence, shard_residual
 from stack_train.nn.stack import RematPolicy, scan_layers
@@ -331,13 +329,8 @@ class Decoder(nnx.Module):
 
     def head(self) -> Head:
         """Returns the head in `config.dtype`, tied or not."""
-        dtype = self.config.dtype
-        tied = self.lm_head is None
-        weight = read_weight(self.embedding, dtype).T if tied else read_weight(self.lm_head, dtype)
-        if not is_quantized(weight):
-            # Gathered once here; otherwise the loss would gather it in every iteration of its loop over chunks of rows.
-            weight = constrain(weight, "act_embed", "act_vocab", name="head")
-        return Head(weight, scale=self.logit_scale, softcap=self.logit_softcap)
+        scale, softcap = self.logit_scale, self.logit_softcap
+        return head_of(self.embedding, self.lm_head, self.config.dtype, scale=scale, softcap=softcap)
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Returns float32 logits[..., vocab] of hidden[..., embed]."""

@@ -15,7 +15,7 @@ from stack_train.nn.residual import Hidden, Rows
 
 __all__ = ["Activation", "Facts", "FeedForward", "Gated", "Plain", "TokenLayer"]
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 Facts = dict[str, jax.Array]
 """Statistics of a layer's forward pass by name, in addition to its output."""
 

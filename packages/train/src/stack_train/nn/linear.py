@@ -9,11 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.abi.mesh import constrain
-from stack_core.ops.building import accurate_dtype
+from stack_core.ops import Head
+from stack_core.ops.building import accurate_dtype, is_quantized
 from stack_train.nn.quantized import QuantizedMatrix, read_weight
 from stack_train.nn.residual import Hidden, shard_residual
 
-__all__ = ["FloatName", "Linear", "activation_axis", "lookup", "take_rows"]
+__all__ = ["FloatName", "Linear", "activation_axis", "head_of", "lookup", "take_rows"]
 
 FloatName = Literal["bfloat16", "float16", "float32"]
 
@@ -78,6 +79,23 @@ def lookup(
             table = constrain(table, None, "embed", name="embedding")
         parts = take_rows(table, tokens).astype(dtype)
     return shard_residual(constrain(parts, "lookup_batch", "seq", "embed", name="embedded tokens"))
+
+
+def head_of(
+    embedding: Any, lm_head: Any, dtype: FloatName, *, scale: float = 1.0, softcap: float | None = None
+) -> Head:
+    """Returns the head of a language model in `dtype`.
+
+    Args:
+      embedding: parameter [vocab, embed], which is the head's transposed weight if `lm_head` is None.
+      lm_head: parameter [embed, vocab], or None.
+      scale, softcap: see `Head`.
+    """
+    weight = read_weight(embedding, dtype).T if lm_head is None else read_weight(lm_head, dtype)
+    if not is_quantized(weight):
+        # Gathered once here; otherwise the loss would gather it in every iteration of its loop over chunks of rows.
+        weight = constrain(weight, "act_embed", "act_vocab", name="head")
+    return Head(weight, scale=scale, softcap=softcap)
 
 
 @jax.custom_jvp

@@ -50,6 +50,11 @@ def check_sections(config: RunConfig) -> None:
     config.batches.check(config.model)
     shapes = config.batches.spec(config.model)
     check_inputs(as_objective(config.objective.build()), shapes)
+    if hasattr(config.model, "start_token") and "source_tokens" not in shapes:
+        raise ConfigError(
+            f"model.name={config.model.name!r} generates targets from sources, and data.name={config.data.name!r} has "
+            "no sources. Set data.name to pairs, or choose another model."
+        )
     if config.run.minutes is not None and config.cluster.hosts is not None:
         raise ConfigError(
             "run.minutes limits one session, and cluster.hosts may start several. Leave run.minutes out, and stop the "

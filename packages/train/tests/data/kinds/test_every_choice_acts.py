@@ -13,6 +13,7 @@ from stack_core.abi.errors import ConfigError, StackError
 from stack_core.abi.policy import PolicyBatches
 from stack_train.data.kinds.chat import ChatData
 from stack_train.data.kinds.judged import JudgedData
+from stack_train.data.kinds.pairs import PairData
 from stack_train.data.kinds.preferences import PreferenceData
 from stack_train.data.kinds.text import TextData
 
@@ -21,7 +22,7 @@ ELSEWHERE = {
     "prefetch_batches": "batches are the same, and come sooner (test_pipeline)",
     "mix": "takes the place of the source (test_mixture)",
 }
-MODEL = SimpleNamespace(vocab_size=300, max_positions=256)
+MODEL = SimpleNamespace(vocab_size=300, max_positions=256, start_token=0)
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% if m.role != 'user' %}<|im_end|>{% endif %}{% endfor %}"
 )
@@ -44,6 +45,7 @@ RECORDS = {
     ChatData: [record(n, completion="y") for n in NUMBERS],
     PreferenceData: [record(n, chosen="y", rejected="n") for n in NUMBERS],
     JudgedData: [record(n, completion="y", label="") for n in NUMBERS],
+    PairData: [{"source": f"{n}?", "target": f"{n}" * (9 if n == 9 else 2), "other": f"{n}!"} for n in NUMBERS],
 }
 VALUES = {
     "text_field": "other",
@@ -55,6 +57,11 @@ VALUES = {
     "batch_size": 3,
     "validation_fraction": 0.5,
     "reference": False,
+    "source_field": "other",
+    "target_field": "other",
+    "prefix": "p: ",
+    "source_tokens": 16,
+    "target_tokens": 9,
 }
 
 
@@ -79,7 +86,8 @@ def made(config):
 def test_every_field_changes_the_batches(config_class, make_tokenizer, write_jsonl, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     records = RECORDS[config_class]
-    base = {"seq_tokens": 20, "batch_size": 2, "validation_fraction": 0.25, "source": str(write_jsonl(records))}
+    sizes = {"source_tokens": 12, "target_tokens": 8} if config_class is PairData else {"seq_tokens": 20}
+    base = {**sizes, "batch_size": 2, "validation_fraction": 0.25, "source": str(write_jsonl(records))}
     (other := tmp_path / "other").mkdir()
     (other / "records.jsonl").write_bytes((tmp_path / base["source"]).read_bytes().replace(b"0", b"8"))
     (tmp_path / "template").write_text(TEMPLATE.replace(".content", ".content | upper"))
@@ -89,6 +97,8 @@ def test_every_field_changes_the_batches(config_class, make_tokenizer, write_jso
         "tokenizer": str(tmp_path / "without"),
         "chat_template": str(tmp_path / "template"),
     }
+    if config_class is PairData:
+        (tmp_path / "without" / "tokenizer_config.json").write_text('{"eos_token": "<|im_start|>"}')
     if config_class is TextData:
         base = base | {"source": f"jsonl:{base['source']}", "vocab_size": 264}
         values["source"] = f"jsonl:{values['source']}"

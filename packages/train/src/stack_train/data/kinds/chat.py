@@ -1,6 +1,6 @@
 """`data.name: chat`: conversations for supervised fine-tuning on the assistant's tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,20 +12,17 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError
-from stack_train.data.cache import digest_of
 from stack_train.data.conversations import Conversation, Tokenization
-from stack_train.data.examples import TooLong, fitting, laid_out, plan_rows, stacked
+from stack_train.data.examples import TooLong, fitting, laid_out, plan_rows
 from stack_train.data.files import expand_glob, read_text
 from stack_train.data.jsonl import jsonl_records
 from stack_train.data.kinds.text import check_positions, check_vocabulary, language_model_shapes
-from stack_train.data.process_rows import ProcessRows
+from stack_train.data.planned_rows import PlannedRows
 from stack_train.data.settings import MixedSource, check_mix
-from stack_train.data.split import split_documents, text_digest
-from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
+from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
     from stack_train.data.mixture import MixedBatches
-    from stack_train.data.rows import Batch, TrainIterator
 
 __all__ = ["ChatBatches", "ChatData", "load_tokenizer"]
 
@@ -112,89 +109,25 @@ class ChatData:
         return ChatBatches(self, tokenizer, fitting(conversations, self.seq_tokens, self.too_long), seed=seed)
 
 
-class ChatBatches(ProcessRows):
-    """Batches of conversations; see `Batches`.
+class ChatBatches(PlannedRows):
+    """Batches of conversations; see `Batches`."""
 
-    Attributes:
-      tokenizer: tokenizer of the conversations.
-      fingerprint: settings and digests that determine the order of batches; saved with each iterator state.
-    """
-
-    def __init__(
-        self, config: ChatData, tokenizer: HuggingFaceTokenizer, conversations: Sequence[Conversation], *, seed: int
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._config, self._conversations, self._seed = config, conversations, seed
-        digests = np.asarray([text_digest(each.identity) for each in conversations], np.uint64)
-        training, validation = split_documents(digests, config.validation_fraction)
-        # The split orders by digest; sorting restores the order of the files.
-        self._training, self._validation = self._plan(np.sort(training)), self._plan(np.sort(validation))
-        self.fingerprint = {
-            "seed": seed,
-            "data.seq_tokens": config.seq_tokens,
-            "data.batch_size": config.batch_size,
-            "data.packed": config.packed,
-            "data.validation_fraction": config.validation_fraction,
-            "the conversations (digest)": digest_of([int(digest) for digest in digests]),
-        }
-
-    @property
-    def train_rows(self) -> int:
-        """Number of rows in one epoch."""
-        return len(self._training)
-
-    def train_iterator(self) -> "TrainIterator":
-        from stack_train.data.rows import iterate_rows  # imports Grain, which only a run needs
-
-        return iterate_rows(
-            self.train_rows,
-            self.train_batch,
-            seed=self._seed,
-            batch_size=self._config.batch_size,
-            prefetch_batches=self._config.prefetch_batches,
-            fingerprint=self.fingerprint,
-            rows_of_batch=self.rows,
-        )
-
-    def validation_batches(self) -> "Iterator[Batch]":
-        """Yields all held-out rows once; the last batch is filled with padding. Held-out row r has row id -1 - r."""
-        from stack_train.data.rows import filled
-
-        size = self._config.batch_size
-        for first in range(0, len(self._validation), size):
-            rows = np.arange(first, min(first + size, len(self._validation)))
-            batch = self._rows(self._validation, rows) | {"row_ids": -1 - rows}
-            yield {name: filled(values, size, name) for name, values in batch.items()}
-
-    def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
-        """Names the conversations of each row."""
-        found = (
-            self._training[row_id % len(self._training)] if row_id >= 0 else self._validation[-1 - row_id]
-            for row_id in map(int, row_ids)
-        )
-        return ["; ".join(self._conversations[index].name for index in row) for row in found]
-
-    def write(self, directory: Path) -> None:
-        write_tokenizer(self.tokenizer, directory)
+    _EXAMPLES = "conversations"
+    _SETTINGS = ("seq_tokens", "batch_size", "packed", "validation_fraction")
 
     def _plan(self, chosen: Int64[np.ndarray, " chosen"]) -> list[Int64[np.ndarray, " in_row"]]:
         # A conversation of n tokens has n - 1 inputs.
-        lengths = np.asarray([len(self._conversations[index].tokens) - 1 for index in chosen], np.int64)
+        lengths = np.asarray([len(self._examples[index].tokens) - 1 for index in chosen], np.int64)
         return [chosen[row] for row in plan_rows(lengths, self._config.seq_tokens, packed=self._config.packed)]
 
-    def train_batch(self, row_ids: Int64[np.ndarray, " batch"]) -> "Batch":
-        """Returns the arrays of training rows."""
-        return self._rows(self._training, row_ids % len(self._training))
-
-    def _rows(self, plan: Sequence[Any], rows: Int64[np.ndarray, " batch"]) -> "Batch":
-        examples = ([self._conversations[index] for index in plan[row]] for row in rows)
-        return stacked([laid_out(each, self._config.seq_tokens) for each in examples])
+    def _row(self, examples: Sequence[Conversation]) -> dict[str, Any]:
+        return laid_out(examples, self._config.seq_tokens)
 
     @cached_property
     def supervised_tokens(self) -> int:
         """Number of supervised targets in one epoch."""
         indices = np.concatenate(self._training)
-        return sum(int(self._conversations[index].supervised[1:].sum()) for index in indices)
+        return sum(int(self._examples[index].supervised[1:].sum()) for index in indices)
 
 
 def load_tokenizer(path: str | None, kind: str, chat_template: str | None) -> HuggingFaceTokenizer:

@@ -198,8 +198,8 @@ class ImageChatBatches(ChatBatches):
         try:
             return self._reader.read(_contents(url))
         except (DataError, GenerationError) as error:
-            raise DataError(f"{self._conversations[index].name}: {url[:80]}: {error}") from error
+            raise DataError(f"{self._examples[index].name}: {url[:80]}: {error}") from error
 
     def _images_of(self, index: int) -> tuple[str, ...]:
-        conversation: Any = self._conversations[index]
+        conversation: Any = self._examples[index]
         return conversation.images

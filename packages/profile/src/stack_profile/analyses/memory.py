@@ -15,12 +15,13 @@ from stack_core.abi.errors import UnknownName, nearest
 from stack_core.report.fields import number
 from stack_core.report.plots import Bars, Chart, Series, bars
 from stack_profile.answer import Answer
+from stack_profile.errors import TraceError
 from stack_profile.traces.buffers import Allocation, Assignment, read_buffers
 from stack_profile.traces.hlo import Program
 from stack_profile.traces.instructions import Instruction
 from stack_profile.traces.trace import Trace
 
-__all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule_of"]
+__all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule_of", "total_bytes_of"]
 
 MemoryGrouping = Literal["buffer", "layer", "line", "kind"]
 
@@ -72,7 +73,8 @@ def memory(
 
     Args:
       by: grouping of the arrays, or the schedule along which temporaries are allocated and freed.
-      program: module name, such as jit_step; by default the program that took the most time.
+      program: module name, such as jit_step; by default the program that took the most time, or the most memory if
+        nothing ran.
 
     Raises:
       UnknownName: the trace does not have the program.
@@ -105,6 +107,15 @@ def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[Memo
             *(_bars(f"At the peak, by {each}", _grouped(arrays, each)) for each in ("kind", "layer")),
         ),
     )
+
+
+def total_bytes_of(program: Program) -> int:
+    """Returns the memory of one device while a program runs; 0 if its buffers are unknown or damaged."""
+    try:
+        assignment = read_buffers(program)
+    except TraceError:
+        return 0
+    return assignment.total_bytes if assignment else 0
 
 
 def schedule_of(program: Program) -> Answer[MomentRow]:
@@ -147,11 +158,13 @@ def _chosen(trace: Trace, name: str | None) -> Program | None:
                 f"The trace holds no program {name!r}.{nearest(name, known)} There are: {', '.join(known) or 'none'}."
             )
         return max(found, key=lambda program: len(program.proto))
+    if not trace.devices:
+        return max(trace.programs, key=lambda program: (total_bytes_of(program), len(program.proto)), default=None)
     took: dict[int, float] = collections.defaultdict(float)
     for ops in trace.devices:
         for operation, self_s, _ in ops.totals():
             took[id(operation.program)] += self_s
-    # By time; if nothing ran, by size.
+    # Programs of equal times, by their size.
     return max(trace.programs, key=lambda program: (took[id(program)], len(program.proto)), default=None)
 
 

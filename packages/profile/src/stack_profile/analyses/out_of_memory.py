@@ -8,9 +8,8 @@ from typing import Any, Final, Literal
 
 from stack_core.report.fields import number
 from stack_core.report.plots import bars
+from stack_profile.analyses.memory import total_bytes_of
 from stack_profile.answer import Answer
-from stack_profile.errors import TraceError
-from stack_profile.traces.buffers import read_buffers
 from stack_profile.traces.host_stacks import line_of
 from stack_profile.traces.live_arrays import LiveStack
 from stack_profile.traces.trace import Trace
@@ -115,10 +114,5 @@ def _notes(trace: Trace, failures: Sequence[Mapping[str, Any]]) -> Iterator[str]
 def _largest_programs(trace: Trace) -> Iterator[tuple[int, str]]:
     sizes: dict[str, int] = {}
     for program in trace.programs:
-        try:
-            assignment = read_buffers(program)
-        except TraceError:
-            continue
-        if assignment is not None:
-            sizes[program.name] = max(sizes.get(program.name, 0), assignment.total_bytes)
-    yield from sorted(((size, name) for name, size in sizes.items()), reverse=True)[:_MOST_PROGRAMS]
+        sizes[program.name] = max(sizes.get(program.name, 0), total_bytes_of(program))
+    yield from sorted(((size, name) for name, size in sizes.items() if size), reverse=True)[:_MOST_PROGRAMS]

@@ -141,7 +141,8 @@ def _message(heading: str, text: str) -> str:
 
 
 def _listing(path: Path, captures: Mapping[str, Path]) -> str:
-    heads = element("tr", *(element("th", text, scope="col") for text in ("capture", "started, UTC", "size")))
+    titles = {"capture": None, "started, UTC": None, "size": "number"}
+    heads = element("tr", *(element("th", text, class_=kind, scope="col") for text, kind in titles.items()))
     rows = (_row(address, folder) for address, folder in captures.items())
     table = element("table", element("thead", heads), element("tbody", *rows))
     heading = element("header", element("h1", "Captures"), element("p", str(path), class_="source"))

@@ -85,7 +85,8 @@ def _memory(trace: Trace, paths: ShortPaths) -> list[dict[str, Any]]:
                 "peak_at": peak_at,
             }
         )
-    return found[::-1]  # as in the analysis, the largest program first if none ran
+    # As in the analysis: if no program ran, the one with the most memory first.
+    return sorted(found, key=lambda each: -each["facts"]["total_bytes"])
 
 
 def _thinned(rows: Sequence[MomentRow]) -> tuple[Sequence[MomentRow], int]:

@@ -1,7 +1,15 @@
 """`stack init` writes configs that run, `stack config show` and `schema` explain them."""
 
 import json
+import os
+import re
+import resource
+import shlex
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import jsonschema
 import pytest
@@ -12,6 +20,7 @@ from stack_core.commands.config_schema import json_schema
 from stack_train.run.config import RunConfig
 
 EXAMPLES = sorted(Path(__file__).parents[1].glob("examples/*.yaml"))
+START = Path(__file__).parents[1] / "docs" / "start.md"
 KINDS = (
     "llm",
     "chat",
@@ -112,3 +121,33 @@ def test_the_schema_is_written_for_an_editor(folder, capsys):
 def test_the_help_of_train_lists_the_keys_to_know_first(capsys):
     main(["train", "--help"])
     assert "optimizer.learning_rate: peak of the schedule" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_eight_commands_lead_from_texts_to_a_served_chat_model(tmp_path):
+    """The commands of docs/start.md, except the installation, in an empty directory with texts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    lines = re.findall(r"^ {4}((?:pip|stack) .*)$", START.read_text().replace("8000", port), re.MULTILINE)
+    _, *commands, serve, chat = [shlex.split(line, comments=True) for line in lines]
+    assert len(lines) == 8
+    (tmp_path / "texts").mkdir()
+    for name, text in topics.items():
+        (tmp_path / "texts" / f"{name}.txt").write_text(text)
+    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    place = {"cwd": tmp_path, "env": {**os.environ, "PATH": paths, "XDG_CACHE_HOME": str(tmp_path / "cache")}}
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for command in commands:
+        subprocess.run(command, check=True, **place)
+    with subprocess.Popen([*serve[:-1], "--json"], stdout=subprocess.PIPE, **place) as server:
+        try:
+            assert server.stdout.readline(), "the server is not ready"
+            asked = "Which color is the apple?\n"
+            answer = subprocess.run(chat, input=asked, stdout=subprocess.PIPE, text=True, check=True, **place).stdout
+        finally:
+            server.terminate()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert answer.strip().startswith("The apple is")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15 * 60  # of two cores

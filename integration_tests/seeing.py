@@ -1,4 +1,4 @@
-"""A tiny Gemma 3 with images and a tokenizer of words, for tests of serving."""
+"""A tiny Gemma 3 and a tiny Qwen3-VL with a tokenizer of words, for tests of serving images."""
 
 import base64
 import io
@@ -11,7 +11,10 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stack_train.models.gemma3_vision import FAMILY, Gemma3VisionConfig
+from stack_core.abi.plugins import registries
+from stack_train.models.gemma3_vision import Gemma3VisionConfig
+from stack_train.models.qwen3_vl import Qwen3VLConfig
+from stack_train.vision.qwen_tower import QwenTowerConfig
 from stack_train.vision.siglip import SiglipConfig
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<img>", "<pix>", "</img>", "user", "model", "?", "!"]
@@ -22,7 +25,11 @@ TEMPLATE = """{% for message in messages %}{{ message.role + ' ' }}{% if message
 TEMPLATE = TEMPLATE.strip()
 
 
-def write_tokenizer(directory: Path) -> None:
+# Words separate the tokens of two images.
+GRID_TEMPLATE = TEMPLATE.replace("<img> ", "! <pix> ? ")
+
+
+def write_tokenizer(directory: Path, template: str = TEMPLATE) -> None:
     """Writes a tokenizer of words, with the tokens of images and a chat template."""
     directory.mkdir(parents=True, exist_ok=True)
     words = [*WORDS, "assistant", *QUESTIONS, *COLORS, *SHAPES]
@@ -31,7 +38,7 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     tokenizer.add_special_tokens(WORDS[:6])
     tokenizer.save(str(directory / "tokenizer.json"))
-    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
 
 
@@ -59,8 +66,29 @@ def make_config(**changes: Any) -> Gemma3VisionConfig:
     return Gemma3VisionConfig(**{**fields, **changes})
 
 
-def make_model(config: Gemma3VisionConfig) -> Any:
-    return jax.jit(lambda: FAMILY.build(config, key=jax.random.key(0)))()
+def make_grid_config(**changes: Any) -> Qwen3VLConfig:
+    """Returns the config of a Qwen3-VL, whose images have up to 16 tokens."""
+    fields: dict[str, Any] = {
+        "vocab_size": make_config().vocab_size,
+        "embed": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "rope_sections": (2, 1, 1),
+        "mlp": 64,
+        "layers": 2,
+        "max_positions": 96,
+        "dtype": "float32",
+        "image_token": 4,
+        "min_pixels": 36,
+        "max_pixels": 36 * 16,
+        "vision": QwenTowerConfig(embed=24, heads=2, mlp=48, layers=2, patch=3, position_side=3, deepstack=(0,)),
+    }
+    return Qwen3VLConfig(**{**fields, **changes})
+
+
+def make_model(config: Gemma3VisionConfig | Qwen3VLConfig) -> Any:
+    return jax.jit(lambda: registries.models[config.name].build(config, key=jax.random.key(0)))()
 
 
 def png(pixels: np.ndarray) -> bytes:

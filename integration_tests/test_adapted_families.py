@@ -41,6 +41,9 @@ NARROW = {
     "qwen3_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64, "dense_layers": (0,)},
     "gemma3": {"layers": 3, "period": 2, "query_scalar": 16},
     "gemma3_vision": {"layers": 3, "period": 2, "query_scalar": 16},
+    "qwen3_vl": {"layers": 3, "rope_sections": (4, 2, 2)},
+    "qwen3_vl_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64, "dense_layers": (0,)}
+    | {"layers": 3, "rope_sections": (4, 2, 2)},
     "deepseek_v3": {"query_rank": 64, "kv_rank": 64, "nope_dim": 16, "rope_dim": 8, "value_dim": 16, "experts": 4}
     | {"active_experts": 2, "expert_mlp": 64, "expert_groups": 2, "kept_groups": 1},
     "dit": {"image_size": 8, "head_dim": 16},

@@ -17,6 +17,7 @@ from stack_serve.llm.config import EngineConfig, SpeculationConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.speculation import Speculation
 from stack_train.generation.generative import generative_checkpoint
+from stack_train.vision.qwen_tower import QwenTowerConfig
 from stack_train.vision.siglip import SiglipConfig
 
 from .generation import Reference, complete, greedy
@@ -39,6 +40,19 @@ FAMILIES = {
         "query_scalar": 24,
         "image_tokens": 4,
         "vision": SiglipConfig(embed=14, heads=2, mlp=18, layers=2, image_size=23, patch=4),
+    },
+    "qwen3_vl": {
+        "head_dim": 8,
+        "rope_sections": (2, 1, 1),
+        "vision": QwenTowerConfig(embed=16, heads=2, mlp=18, layers=2, patch=3, position_side=3, deepstack=(0,)),
+    },
+    "qwen3_vl_moe": {
+        "head_dim": 8,
+        "rope_sections": (2, 1, 1),
+        "dense_layers": (0,),
+        "expert_mlp": 24,
+        "vision": QwenTowerConfig(embed=16, heads=2, mlp=18, layers=2, patch=3, position_side=3, deepstack=(0, 1)),
+        **EXPERTS,
     },
     "gemma2": {"window": 6, "query_scalar": 24},
     "olmo2": {},

@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from stack_core.abi.config import load_yaml
 from stack_core.abi.generation import SamplingParams
 from stack_core.cli import main
 from stack_serve.llm.language_model import LLM
@@ -28,11 +29,34 @@ def questions(directory):
             yield [{"role": "user", "content": parts}], answer["content"]
 
 
+GRID_MODEL = {
+    "name": "qwen3_vl",
+    "vocab_size": 24,
+    "embed": 64,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "rope_sections": [4, 2, 2],
+    "mlp": 128,
+    "max_positions": 64,
+    "dtype": "float32",
+    "initializer_std": 0.08,
+    "image_token": 2,
+    "min_pixels": 1024,
+    "max_pixels": 1024,
+    "vision": {"embed": 64, "heads": 4, "mlp": 128, "layers": 2, "patch": 4, "position_side": 8, "deepstack": [0]},
+}
+
+
 @pytest.mark.slow  # minutes: it trains a model
-def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("model", [None, GRID_MODEL], ids=["gemma3_vision", "qwen3_vl"])
+def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     subprocess.run([sys.executable, ROOT / "examples" / "shapes.py"], check=True)
-    main(["train", str(ROOT / "examples" / "shapes.yaml")])
+    config = load_yaml(ROOT / "examples" / "shapes.yaml")
+    Path("shapes.yaml").write_text(json.dumps(config if model is None else {**config, "model": model}))
+    main(["train", "shapes.yaml"])
     found = list(questions(tmp_path / "runs" / "shapes-data"))
     assert len(found) >= 400
     greedy = SamplingParams(temperature=0.0, max_tokens=3)

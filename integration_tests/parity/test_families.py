@@ -242,7 +242,10 @@ def test_loss_and_gradients(family, tokens):
     by_path = named_leaves(nnx.to_pure_dict(nnx.state(gradients)))
     gradients_by_name = {name: each.grad.numpy() for name, each in family.torch_model.named_parameters()}
     expected_gradients = {_saved_name(name): gradient for name, gradient in gradients_by_name.items()}
-    rules = [rule.stored_in(expected_gradients) for rule in registries.models[family.name].weight_rules(family.config)]
+    rules = [
+        rule.stored_in(expected_gradients, by_path[rule.parameter].shape)
+        for rule in registries.models[family.name].weight_rules(family.config)
+    ]
     compared = set()
     for rule in rules:
         for name, gradient in rule.tensors(by_path[rule.parameter]).items():
@@ -330,7 +333,8 @@ def test_fused_experts_are_read_as_those_of_each_expert(family, tmp_path):
 
 def test_every_family_is_here():
     decoders = {name for name in registries.models.names() if isinstance(registries.models[name], DecoderFamily)}
-    assert set(FAMILIES) == decoders
+    # Others are in test_images.py and test_grid_images.py.
+    assert set(FAMILIES) == decoders - {"gemma3_vision", "qwen3_vl", "qwen3_vl_moe"}
     for name in decoders:
         assert {"logits", "greedy", "conversion"} <= set(registries.models[name].tested)
 

@@ -15,6 +15,7 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
 from stack_train.models.encoder import Encoder
 from stack_train.models.encoder_decoder import EncoderDecoder
+from stack_train.vision.reader import SeesImages
 
 ELSEWHERE = {
     "name": "the registry is chosen by it",
@@ -24,11 +25,14 @@ ELSEWHERE = {
     "start_token": "data and generation begin targets with it (test_pairs, test_source_texts)",
     "image_begin": "the reader of images writes it (test_gemma3_vision)",
     "image_end": "the reader of images writes it (test_gemma3_vision)",
+    "min_pixels": "the reader of images scales by it (test_grid_images)",
+    "max_pixels": "the reader of images scales by it (test_grid_images)",
 }
 """Fields whose effect is outside of a program on one device, and where it is."""
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
 TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "image_size": 28, "patch": 7}
+GRID_TOWER = {"embed": 16, "mlp": 24, "layers": 3, "heads": 2, "patch": 3, "position_side": 3, "deepstack": (0,)}
 EXPERTS = {"experts": 4, "active_experts": 2, "expert_mlp": 16}
 MAMBA = {
     "layers": 4,
@@ -56,6 +60,16 @@ FAMILIES = {
         "logit_softcap": 3.0,
         "vision": TOWER,
         "image_tokens": 4,
+        "image_token": 7,
+    },
+    "qwen3_vl": {"layers": 3, "head_dim": 8, "rope_sections": (2, 1, 1), "vision": GRID_TOWER, "image_token": 7},
+    "qwen3_vl_moe": {
+        **EXPERTS,
+        "layers": 3,
+        "head_dim": 8,
+        "rope_sections": (2, 1, 1),
+        "dense_layers": (0,),
+        "vision": GRID_TOWER,
         "image_token": 7,
     },
     "gemma2": {"layers": 4, "head_dim": 8, "window": 5, "query_scalar": 9},
@@ -187,11 +201,15 @@ FAMILIES = {
 }
 VALUES = {
     "heads": 2,
-    "vision": {**TOWER, "mlp": 32},
+    "vision": {
+        "gemma3_vision": {**TOWER, "mlp": 32},
+        **{name: {**GRID_TOWER, "mlp": 32} for name in ("qwen3_vl", "qwen3_vl_moe")},
+    },
+    "rope_sections": (1, 2, 1),
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     "dense_layers": {"glm4_moe": 0, "deepseek_v2": 0, "deepseek_v3": 0}
-    | dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next"), (1,)),
-    "sparse_step": {"llama4": 4, **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next"), 2)},
+    | dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"), (1,)),
+    "sparse_step": {"llama4": 4, **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"), 2)},
     "rotary_share": 0.5,
     "attention_layers": (0,),
     "active_experts": 1,
@@ -234,9 +252,9 @@ def programs(name, mapping):
     graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0))))
 
     images = {}
-    if (vision := getattr(config, "vision", None)) is not None:
-        shape = (2, 1, vision.image_size, vision.image_size, vision.channels)
-        images["pixels"] = jax.ShapeDtypeStruct(shape, jnp.uint8)
+    if isinstance(config, SeesImages):
+        arrays = config.image_arrays(row_images=1, seq_tokens=12)
+        images = {name: jax.ShapeDtypeStruct((2, *array.shape), array.dtype) for name, array in arrays.items()}
 
     def loss(state, tokens, positions, segments, images):
         model = nnx.merge(graph, state)

@@ -20,7 +20,7 @@ from stack_core.ops import Head
 
 __all__ = ["CausalLMConfig", "as_objective", "check_inputs"]
 
-_OTHER_INPUTS = ("pixels", "source_tokens", "source_segment_ids")
+_OTHER_INPUTS = ("pixels", "grids", "source_tokens", "source_segment_ids")
 
 
 @config

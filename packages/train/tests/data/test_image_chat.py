@@ -14,6 +14,8 @@ from stack_core.abi.errors import ChatTemplateError, ConfigError, DataError
 from stack_train.data.kinds.image_chat import ImageChatData
 from stack_train.models.gemma3_vision import Gemma3VisionConfig
 from stack_train.models.llama import LlamaConfig
+from stack_train.models.qwen3_vl import Qwen3VLConfig
+from stack_train.vision.qwen_tower import QwenTowerConfig
 from stack_train.vision.siglip import SiglipConfig
 
 WORDS = ["<pad>", "<end>", "<image>", "<soft>", "</image>", "user", "assistant", "what", "red", "blue"]
@@ -35,9 +37,9 @@ MODEL = Gemma3VisionConfig(
 )
 
 
-def png(color):
+def png(color, size=(6, 3)):
     file = io.BytesIO()
-    Image.new("RGB", (6, 3), color).save(file, format="PNG")
+    Image.new("RGB", size, color).save(file, format="PNG")
     return file.getvalue()
 
 
@@ -85,6 +87,40 @@ def test_a_row_has_the_tokens_and_the_pixels_of_its_images(tmp_path):
     assert (batch["pixels"][0, 1] == (0, 0, 255)).all()
 
 
+def test_images_with_grids_are_packed(tmp_path):
+    model = Qwen3VLConfig(
+        vocab_size=10,
+        embed=8,
+        heads=2,
+        rope_sections=(1, 1, 0),
+        image_token=2,
+        min_pixels=16,
+        max_pixels=128,
+        vision=QwenTowerConfig(embed=8, heads=2, patch=2),
+    )
+    config = data(tmp_path, chat("red.png", "blue.png", answer="red"), row_images=3)
+    (tmp_path / "red.png").write_bytes(png((255, 0, 0), (8, 8)))
+    (tmp_path / "blue.png").write_bytes(png((0, 0, 255), (12, 4)))
+    config.check(model)
+    batch = config.build(seed=0, model=model).train_batch(np.array([0]))
+    assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
+        name: (struct.shape, struct.dtype) for name, struct in config.spec(model).items()
+    }
+    assert batch["grids"].tolist() == [[[2, 2], [1, 3], [0, 0]]]
+    assert batch["pixels"].shape == (1, 4 * 24, 12)
+    tokens = batch["tokens"][0].tolist()
+    begin = tokens.index(5)
+    assert tokens[begin : begin + 11] == [5, 2, 2, 2, 2, 2, 2, 2, 7, 6, 8]
+    targets = batch["targets"][0]
+    assert sorted(targets[targets != IGNORED_TARGET].tolist()) == [1, 8]
+    red, blue = batch["pixels"][0, :16].reshape(16, 3, 4), batch["pixels"][0, 16:28].reshape(12, 3, 4)
+    assert (red.transpose(0, 2, 1) == (255, 0, 0)).all() and (blue.transpose(0, 2, 1) == (0, 0, 255)).all()
+    assert not batch["pixels"][0, 28:].any()
+    (tmp_path / "blue.png").write_bytes(png((0, 0, 255), (500, 2)))
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: .*blue\.png: The image has 500 x 2 pixels"):
+        config.build(seed=0, model=model)
+
+
 def test_rows_have_at_most_row_images(tmp_path):
     found = batches(data(tmp_path, *[chat("red.png")] * 2, chat(), seq_tokens=40))
     assert found.train_rows == 2
@@ -112,7 +148,7 @@ def test_bad_images_are_named(tmp_path):
 
 def test_models_need_a_tower_and_its_tokens(tmp_path):
     found = data(tmp_path, chat())
-    with pytest.raises(ConfigError, match="not for family 'llama'; use gemma3_vision"):
+    with pytest.raises(ConfigError, match="not for family 'llama'; use gemma3_vision or qwen3_vl"):
         found.check(LlamaConfig())
     with pytest.raises(ConfigError, match=r"Set model\.image_token, model\.image_begin, model\.image_end"):
         found.check(Gemma3VisionConfig())

@@ -64,6 +64,10 @@ OWN_SIZES: dict[str, dict[str, int]] = {
 SMALL_VISION = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2} | {
     "image_size": 28
 }
+SMALL_GRID_VISION = {"hidden_size": 16, "intermediate_size": 20, "depth": 3, "num_heads": 2, "out_hidden_size": 32} | {
+    "num_position_embeddings": 9,
+    "deepstack_visual_indexes": [0, 1],
+}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -82,6 +86,9 @@ def small_config(name: str) -> dict[str, Any]:
     if whole["model_type"] == "gemma3":
         whole["vision_config"] |= SMALL_VISION
         whole["mm_tokens_per_image"] = 4
+    if whole["model_type"] == "qwen3_vl":
+        whole["vision_config"] |= SMALL_GRID_VISION
+        config["rope_scaling"]["mrope_section"] = [2, 1, 1]
     for key in ("num_experts_per_tok", "experts_per_token"):
         if key in config:
             config[key] = 2
@@ -107,6 +114,10 @@ def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
         layer = {**_norms(kind, embed), **_attention(text, number), **_feed_forward(text, number)}
         shapes |= {f"model.layers.{number}.{each}": shape for each, shape in layer.items()}
     shapes |= _predicts_later_tokens(text)
+    if config["model_type"] == "qwen3_vl":
+        inner = {each.removeprefix("model."): shape for each, shape in shapes.items() if each != "lm_head.weight"}
+        inner = {f"model.language_model.{each}": shape for each, shape in inner.items()}
+        return {**inner, "lm_head.weight": shapes["lm_head.weight"], **_grid_tower(config["vision_config"])}
     if config["architectures"][0].endswith("ForConditionalGeneration"):
         shapes = {f"language_model.{each}": shape for each, shape in shapes.items()}
     if config["model_type"] == "gemma3":
@@ -181,6 +192,24 @@ def _tower(config: dict[str, Any]) -> Shapes:
     return {f"vision_tower.vision_model.{each}": shape for each, shape in shapes.items()}
 
 
+def _grid_tower(config: dict[str, Any]) -> Shapes:
+    embed, mlp, patch = (config[name] for name in ("hidden_size", "intermediate_size", "patch_size"))
+    merged, width = embed * config["spatial_merge_size"] ** 2, config["out_hidden_size"]
+    pairs = {"patch_embed.proj": (embed, 3, config["temporal_patch_size"], patch, patch)}
+    for number in range(config["depth"]):
+        layer = {"attn.qkv": (3 * embed, embed), "attn.proj": (embed, embed), "norm1": (embed,), "norm2": (embed,)}
+        layer |= {"mlp.linear_fc1": (mlp, embed), "mlp.linear_fc2": (embed, mlp)}
+        pairs |= {f"blocks.{number}.{name}": shape for name, shape in layer.items()}
+    late = {f"deepstack_merger_list.{number}": merged for number in range(len(config["deepstack_visual_indexes"]))}
+    for name, normed in {"merger": embed, **late}.items():
+        pairs |= {f"{name}.norm": (normed,), f"{name}.linear_fc1": (merged, merged)}
+        pairs[f"{name}.linear_fc2"] = (width, merged)
+    shapes = {f"{name}.weight": shape for name, shape in pairs.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in pairs.items()}
+    shapes["pos_embed.weight"] = (config["num_position_embeddings"], embed)
+    return {f"model.visual.{each}": shape for each, shape in shapes.items()}
+
+
 def _predicts_later_tokens(config: dict[str, Any]) -> Shapes:
     """The layer of multi-token prediction, behind the others or, of Qwen3-Next, under `mtp`."""
     kind, embed, number = config["model_type"], config["hidden_size"], config["num_hidden_layers"]
@@ -252,7 +281,7 @@ def _attention(config: dict[str, Any], number: int) -> Shapes:
     shapes |= {f"self_attn.{name}.bias": outs[name][:1] for name in biased}
     if kind == "gpt_oss":
         shapes["self_attn.sinks"] = (heads,)
-    if kind in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"):
+    if kind in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "gemma3_text"):
         shapes |= {f"self_attn.{name}_norm.weight": (size,) for name in ("q", "k")}
     if kind in ("olmo2", "olmo3", "minimax_m2"):
         shapes |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}

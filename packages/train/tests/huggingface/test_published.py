@@ -38,6 +38,7 @@ PARAMETERS = {
     "gemma-3-1b-it": ("gemma3", 999_885_952),
     "gemma-3-4b-it": ("gemma3_vision", 4_300_079_472),
     "unsloth-gemma-3-12b-it": ("gemma3_vision", 12_187_325_040),
+    "Qwen3-VL-8B-Instruct": ("qwen3_vl", 8_767_123_696),
     "gemma-2-2b-it": ("gemma2", 2_614_341_888),
     "OLMo-2-0425-1B-Instruct": ("olmo2", 1_484_916_736),
     "gpt-oss-20b": ("gpt_oss", 20_914_757_184),
@@ -65,7 +66,7 @@ The indices of Kimi K2 and MiniMax-M2.5 count scales, too; their numbers are sum
 """
 LARGER = "Mistral-Small-3.1-24B-Instruct-2503"
 UNPUBLISHED = {"bamba", "granite_moe_hybrid", "llama4", "ministral3", "qwen3_5", "qwen3_5_moe"}
-UNPUBLISHED |= {"roberta", "xlm_roberta", "mt5", "umt5"}
+UNPUBLISHED |= {"qwen3_vl_moe", "roberta", "xlm_roberta", "mt5", "umt5"}
 """Families whose published files are not here; `integration_tests/parity` reads what transformers writes."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 

@@ -52,6 +52,31 @@ FAMILIES = {
         "image_tokens": 4,
         "vision": {"embed": 14, "heads": 2, "mlp": 18, "layers": 2, "image_size": 23, "patch": 4},
     },
+    "qwen3_vl": {
+        "layers": 3,
+        "head_dim": 8,
+        "rope_sections": (2, 1, 1),
+        "image_token": 60,
+        "vision": {"embed": 16, "heads": 2, "mlp": 18, "layers": 3, "patch": 3, "position_side": 3, "deepstack": (0,)},
+    },
+    "qwen3_vl_moe": {
+        "layers": 3,
+        "head_dim": 8,
+        "rope_sections": (2, 1, 1),
+        "experts": 6,
+        "active_experts": 3,
+        "expert_mlp": 16,
+        "image_token": 60,
+        "vision": {
+            "embed": 16,
+            "heads": 2,
+            "mlp": 18,
+            "layers": 2,
+            "patch": 3,
+            "position_side": 3,
+            "deepstack": (0, 1),
+        },
+    },
     "gemma2": {"layers": 3, "head_dim": 8, "window": 5, "query_scalar": 9},
     "olmo2": {"layers": 2},
     "gpt_oss": {"layers": 2, "head_dim": 8, "window": 5, "experts": 4, "active_experts": 2},
@@ -264,7 +289,7 @@ def test_parameters_become_tensors_and_come_back(name):
         assert not tensors.keys() & joined.keys()
         tensors |= joined
     for rule in rules:
-        assert rule.stored_in(tensors) is rule
+        assert rule.stored_in(tensors, leaves[rule.parameter].shape) is rule
         read = np.empty_like(leaves[rule.parameter])
         for tensor, part in rule.tensors(read).items():
             part[...] = rule.part_of(tensors[tensor])

@@ -143,12 +143,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PromptImage:
-    """An image of a prompt: tokens `start` to `start + tokens`, pixels uint8[side, side, channels] and their digest."""
+    """An image of a prompt: tokens `start` to `start + tokens`, an `ImageReader`'s pixels, digest, rows and columns."""
 
     start: int
     tokens: int
     pixels: Any
     digest: bytes
+    grid: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,20 +48,22 @@ class Outputs:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["features", "rows", "ahead"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["features", "rows", "ahead", "positions"], meta_fields=[])
 @dataclass(frozen=True)
 class ImageTokens:
     """The image tokens of a call of a language model: `model(tokens, positions, cache=cache, images=images)`.
 
     Attributes:
-      features: [n, embed] for all rows, or [batch, n, embed], each row's own.
-      rows: int32[batch, seq], index of the features that replace the token's embedding; -1 keeps the embedding.
-      ahead: int32[batch, seq], number of tokens after each token that it attends to, the rest of its image.
+      features: [n, embed] for all rows, or [batch, n, embed] per row; (1 + layers) embed if layers add features.
+      rows: int32[batch, seq], index of the features of each token; -1 keeps the embedding.
+      ahead: int32[batch, seq], number of visible later tokens of the image; None if images are causal.
+      positions: int32[batch, seq, axes], for rotary embeddings with several axes; None if counted one by one.
     """
 
     features: Any
     rows: Any
-    ahead: Any
+    ahead: Any = None
+    positions: Any = None
 
 
 @runtime_checkable
@@ -176,10 +178,7 @@ class ConvertibleFamily(ModelFamily, Protocol):
         ...
 
     def redundant_tensors(self, config: Any) -> Mapping[str, str | None]:
-        """Returns other tensors that a checkpoint may contain, each mapped to the tensor that it duplicates.
-
-        Tensors that the model does not use are mapped to None.
-        """
+        """Returns optional tensors of a checkpoint, each with its original, or None if unused."""
         ...
 
 

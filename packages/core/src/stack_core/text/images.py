@@ -3,6 +3,7 @@
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +14,7 @@ from stack_core.abi.generation import PromptImage
 
 __all__ = [
     "ImageReader",
+    "ReadImage",
     "ReadsImages",
     "data_of_url",
     "expand_images",
@@ -25,47 +27,76 @@ __all__ = [
 Messages = Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True)
+class ReadImage:
+    """A decoded and scaled image.
+
+    Attributes:
+      pixels: uint8 array, input of the model's `image_features`; see `ImageReader.shape`.
+      tokens: number of image tokens.
+      grid: rows and columns of these tokens, for a model with positions in two directions; otherwise None.
+    """
+
+    pixels: np.ndarray
+    tokens: int
+    grid: tuple[int, int] | None = None
+
+
 @runtime_checkable
 class ImageReader(Protocol):
     """Preprocessing of a model's images.
 
     Attributes:
-      placeholder: text that the chat template writes for an image.
-      expansion: text that replaces the placeholder; it has `tokens` tokens `token` in a row.
-      token: id of the token that stands for a feature of an image.
-      tokens: number of these tokens per image.
-      shape: (side, side, channels) of the pixels.
+      placeholder: text of an image in the output of the chat template.
+      token: id of the image token.
+      sizes: padded numbers of tokens, ascending, which limit the number of compiled shapes. The last is the maximum.
+      has_grids: True if images have a grid, and their tokens attend to earlier tokens only. False if images have one
+        size, and their tokens also attend to the rest of the image.
     """
 
     @property
     def placeholder(self) -> str: ...
 
     @property
-    def expansion(self) -> str: ...
-
-    @property
     def token(self) -> int: ...
 
     @property
-    def tokens(self) -> int: ...
+    def sizes(self) -> tuple[int, ...]: ...
 
     @property
-    def shape(self) -> tuple[int, int, int]: ...
+    def has_grids(self) -> bool: ...
 
-    def read(self, data: bytes) -> np.ndarray:
-        """Decodes and scales an image file, uint8[side, side, channels].
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        """Returns the shape of the pixels for a number of tokens; padding extends the first axis."""
+        ...
+
+    def expansion(self, tokens: int) -> str:
+        """Returns the replacement of the placeholder, with `tokens` adjacent image tokens."""
+        ...
+
+    def count_tokens(self, data: bytes) -> int:
+        """Counts the tokens of an image file without decoding its pixels.
 
         Raises:
-          DataError: the data is not an image, or Pillow is not installed.
+          DataError: see `read`.
+        """
+        ...
+
+    def read(self, data: bytes) -> ReadImage:
+        """Decodes and scales an image file.
+
+        Raises:
+          DataError: the data is not an image, the model does not take its proportions, or Pillow is not installed.
         """
         ...
 
 
 @runtime_checkable
 class ReadsImages(Protocol):
-    """A `GenerativeCheckpoint` whose models have `image_features(uint8[n, side, side, channels])`.
+    """A `GenerativeCheckpoint` of models with `image_features`; `images` is None for a model of text.
 
-    The method returns [n, tokens, embed] for `ImageTokens`. `images` is None for a model of text.
+    `image_features(uint8[1, *shape(tokens)])` returns [1, tokens, features] for `ImageTokens`. If images have a grid,
+    it takes int32[1, 1, 2] as second argument.
     """
 
     images: ImageReader | None
@@ -150,23 +181,27 @@ def data_of_url(url: str) -> bytes:
         raise GenerationError(f"The data URL is not valid base64: {error}.") from error
 
 
-def expand_images(text: str, reader: ImageReader, images: int) -> str:
+def expand_images(text: str, reader: ImageReader, tokens: Sequence[int]) -> str:
     """Replaces the placeholders of a rendered prompt by the tokens of its images.
+
+    Args:
+      tokens: number of tokens of each image.
 
     Raises:
       ChatTemplateError: the number of placeholders is not the number of images, because the template omits images or
         a text contains the placeholder.
     """
-    if (count := text.count(reader.placeholder)) != images:
+    first, *rest = text.split(reader.placeholder)
+    if len(rest) != len(tokens):
         raise ChatTemplateError(
-            f"The prompt has {count} times {reader.placeholder!r}, which stands for an image, and {images} images. "
-            "Leave it out of texts, and use a chat template that writes it for each image part.",
+            f"The prompt has {len(rest)} times {reader.placeholder!r}, which stands for an image, and {len(tokens)} "
+            "images. Leave it out of texts, and use a chat template that writes it for each image part.",
             parameter="messages",
         )
-    return text.replace(reader.placeholder, reader.expansion)
+    return first + "".join(reader.expansion(count) + text for count, text in zip(tokens, rest, strict=True))
 
 
-def read_images(reader: ImageReader | None, files: Sequence[bytes]) -> list[np.ndarray]:
+def read_images(reader: ImageReader | None, files: Sequence[bytes]) -> list[ReadImage]:
     """Decodes image files in order.
 
     Raises:
@@ -183,26 +218,32 @@ def read_images(reader: ImageReader | None, files: Sequence[bytes]) -> list[np.n
     return found
 
 
-def place_images(tokens: Sequence[int], reader: ImageReader, images: Sequence[np.ndarray]) -> tuple[PromptImage, ...]:
+def place_images(tokens: Sequence[int], reader: ImageReader, images: Sequence[ReadImage]) -> tuple[PromptImage, ...]:
     """Returns the images of a prompt with their places.
 
     Args:
       tokens: tokens of the prompt, with the expansion of each image.
-      images: pixels of each image, as returned by `ImageReader.read`.
+      images: images as returned by `ImageReader.read`.
 
     Raises:
-      ChatTemplateError: the prompt does not have `reader.tokens` image tokens in a row for each image.
+      ChatTemplateError: the prompt does not have the image tokens of each image in a row.
     """
     array = np.asarray(tokens)
     is_image = np.concatenate([[False], array == reader.token, [False]])
     starts, ends = np.flatnonzero(is_image[1:] & ~is_image[:-1]), np.flatnonzero(~is_image[1:] & is_image[:-1])
-    if len(starts) != len(images) or any(ends - starts != reader.tokens):
+    expected = [image.tokens for image in images]
+    if (ends - starts).tolist() != expected:
         raise ChatTemplateError(
-            f"The prompt has image tokens in runs of {(ends - starts).tolist()}; expected {len(images)} runs of "
-            f"{reader.tokens}. Leave the names of image tokens out of texts.",
+            f"The prompt has image tokens in runs of {(ends - starts).tolist()}; expected runs of {expected}. Leave "
+            "the names of image tokens out of texts.",
             parameter="messages",
         )
     return tuple(
-        PromptImage(int(start), reader.tokens, pixels, sha256(pixels.tobytes()).digest())
-        for start, pixels in zip(starts, images, strict=True)
+        PromptImage(int(start), image.tokens, image.pixels, _digest(image), image.grid)
+        for start, image in zip(starts, images, strict=True)
     )
+
+
+def _digest(image: ReadImage) -> bytes:
+    # Patches of one color are equal in grids of different proportions.
+    return sha256(f"{image.pixels.shape} {image.grid}".encode() + image.pixels.tobytes()).digest()

@@ -144,7 +144,7 @@ class DraftModel:
             tokens = min(sequence.computed_tokens - drafts.computed_tokens, room)
             if tokens:
                 assert sequence.slot is not None
-                missing.append((sequence.slot, drafts.computed_tokens, tokens, 0, -1))
+                missing.append((sequence.slot, drafts.computed_tokens, tokens, 0, -1, 0))
                 self._add_keys(drafts, tokens)
                 room -= tokens
         if missing:
@@ -164,7 +164,7 @@ class DraftModel:
         """
         self.programs.slots = served.slots
         steps = max(row.tokens for row, _ in rows)
-        fields = [(row.slot, row.start, row.tokens, row.tokens, -1) for row, _ in rows]
+        fields = [(row.slot, row.start, row.tokens, row.tokens, -1, 0) for row, _ in rows]
         result = self.programs.step(fields, tables, repeats=steps)
         served.slots = self.programs.slots
         for row, drafts in rows:

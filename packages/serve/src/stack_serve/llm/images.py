@@ -1,7 +1,7 @@
 """Images of a step: the device's features of recent images, and the tokens that they replace."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,8 @@ import numpy as np
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
 from stack_core.text.images import ImageReader
-from stack_serve.llm.sequence import Sequence
 
-__all__ = ["FeatureSlots", "StepImages", "feature_shape", "images_of_rows", "token_rows"]
+__all__ = ["FeatureRows", "StepImages", "feature_shape", "images_of_rows", "step_images"]
 
 
 @dataclass(frozen=True)
@@ -23,67 +22,108 @@ class StepImages:
     Attributes:
       rows: int32[tokens], row of the feature pool of each token of the step; -1 for text.
       ahead: int32[tokens], see `ImageTokens`.
+      positions: int32[tokens, 3], see `ImageTokens`; used if images have a grid.
     """
 
     rows: np.ndarray
     ahead: np.ndarray
+    positions: np.ndarray
 
 
-class FeatureSlots:
-    """Assigns slots of the feature pool to images by the digest of their pixels; the least recently used is replaced.
+class FeatureRows:
+    """Assigns rows of the feature pool to images by the digest of their pixels; the least recently used are replaced.
 
-    Args:
-      slots: number of slots, at least the images of a step.
+    Attributes:
+      capacity: number of rows.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._rows_of: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._free = np.arange(capacity, dtype=np.int32)
 
-    def slot(self, image: PromptImage) -> tuple[int, bool]:
-        """Returns the slot of an image, and whether its features must be computed."""
-        if (slot := self._slot_of.get(image.digest)) is not None:
-            self._slot_of.move_to_end(image.digest)
-            return slot, False
-        full = len(self._slot_of) == self.slots
-        slot = self._slot_of.popitem(last=False)[1] if full else len(self._slot_of)
-        self._slot_of[image.digest] = slot
-        return slot, True
+    def __len__(self) -> int:
+        """Number of images with rows."""
+        return len(self._rows_of)
+
+    def __getitem__(self, image: PromptImage) -> np.ndarray:
+        """Returns the rows of an image's tokens, int32[tokens]; raises a KeyError if it has none."""
+        return self._rows_of[image.digest]
+
+    def assign(self, images: Iterable[PromptImage]) -> list[PromptImage]:
+        """Assigns rows to the images of a step, and returns the images whose features must be computed.
+
+        The pool grows if the step has more tokens of images than rows.
+        """
+        distinct = {image.digest: image for image in images}
+        if (needed := sum(image.tokens for image in distinct.values())) > self.capacity:
+            self._free = np.concatenate([self._free, np.arange(self.capacity, needed, dtype=np.int32)])
+            self.capacity = needed
+        new = [image for digest, image in distinct.items() if digest not in self._rows_of]
+        # The images of the step become the most recent ones, so none of them is replaced below.
+        for digest in distinct.keys() & self._rows_of.keys():
+            self._rows_of.move_to_end(digest)
+        for image in new:
+            while len(self._free) < image.tokens:
+                self._free = np.concatenate([self._free, self._rows_of.popitem(last=False)[1]])
+            self._rows_of[image.digest], self._free = self._free[: image.tokens], self._free[image.tokens :]
+        return new
 
     def clear(self) -> None:
         """Forgets all images, whose features are of old weights."""
-        self._slot_of.clear()
+        self._rows_of.clear()
+        self._free = np.arange(self.capacity, dtype=np.int32)
 
 
-def images_of_rows(rows: Iterable[Any]) -> list[tuple[int, PromptImage]]:
-    """Returns the images of a step with the places of their first tokens in the step.
+def images_of_rows(rows: Iterable[Any]) -> list[PromptImage]:
+    """Returns the images of which a step computes tokens."""
+    return [image for row in rows for image, _ in _images_of(row)]
 
-    The scheduler never divides an image between steps.
-    """
-    found, place = list[tuple[int, PromptImage]](), 0
+
+def step_images(rows: Sequence[Any], features: FeatureRows) -> StepImages:
+    """Returns the arrays of a step, whose images have rows in `features`."""
+    parts = []
     for row in rows:
-        sequence: Sequence = row.sequence
-        inside = (image for image in sequence.images if row.start <= image.start < row.start + row.tokens)
-        found += [(place + image.start - row.start, image) for image in inside]
-        place += row.tokens
-    return found
+        places, ahead = np.full(row.tokens, -1, np.int32), np.zeros(row.tokens, np.int32)
+        for image, inside in _images_of(row):
+            first = row.start + inside.start - image.start
+            count = inside.stop - inside.start
+            places[inside] = features[image][first : first + count]
+            ahead[inside] = image.tokens - 1 - first - np.arange(count)
+        parts.append((places, ahead, _positions(row.sequence.images, row.start, row.tokens)))
+    return StepImages(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def token_rows(tokens: int, images: Iterable[tuple[int, int, int]]) -> StepImages:
-    """Returns the arrays of a step; `images` are (first place, number of tokens, slot)."""
-    rows, ahead = np.full(tokens, -1, np.int32), np.zeros(tokens, np.int32)
-    for place, count, slot in images:
-        rows[place : place + count] = slot * count + np.arange(count)
-        ahead[place : place + count] = np.arange(count)[::-1]
-    return StepImages(rows, ahead)
+def _images_of(row: Any) -> Iterator[tuple[PromptImage, slice]]:
+    """Yields the images of a row's tokens, with the part of the row that belongs to the image."""
+    for image in row.sequence.images:
+        inside = slice(max(image.start - row.start, 0), min(image.start + image.tokens - row.start, row.tokens))
+        if inside.start < inside.stop:
+            yield image, inside
+
+
+def _positions(images: Iterable[PromptImage], start: int, tokens: int) -> np.ndarray:
+    """Returns the positions of the tokens from place `start` on, int32[tokens, 3]; see `PromptImage.grid`."""
+    places = np.arange(start, start + tokens)
+    found = np.repeat(places[:, None], 3, axis=1)
+    for image in images:
+        if image.grid is not None:
+            offset = places - image.start
+            inside = (offset >= 0) & (offset < image.tokens)
+            row, column = np.divmod(offset[inside], image.grid[1])
+            # The positions of an image begin at the position of its first token.
+            found[inside] += np.stack([0 * row, row, column], axis=1) - offset[inside, None]
+            found[offset >= image.tokens] -= image.tokens - max(image.grid)
+    return found.astype(np.int32)
 
 
 def feature_shape(checkpoint: GenerativeCheckpoint, reader: ImageReader) -> Any:
-    """Returns the shape and dtype of the features of one image, [tokens, embed]."""
-    pixels = jax.ShapeDtypeStruct((1, *reader.shape), np.uint8)
+    """Returns the shape and dtype of the features of the smallest image, [tokens, features]."""
+    pixels = jax.ShapeDtypeStruct((1, *reader.shape(reader.sizes[0])), np.uint8)
+    grids = (jax.ShapeDtypeStruct((1, 1, 2), np.int32),) if reader.has_grids else ()
 
-    def features(params: Any, pixels: Any) -> Any:
+    def features(params: Any, pixels: Any, *grids: Any) -> Any:
         model: Any = checkpoint.model(params)
-        return model.image_features(pixels)[0]
+        return model.image_features(pixels, *grids)[0]
 
-    return jax.eval_shape(features, checkpoint.parameters, pixels)
+    return jax.eval_shape(features, checkpoint.parameters, pixels, *grids)

@@ -372,12 +372,12 @@ class LLM:
         if reader is not None:
             prompt, files = take_images(prompt)
         text = self._template.render(prompt, variables=variables)
-        pixels = read_images(reader, files)
+        images = read_images(reader, files)
         if reader is not None:
-            text = expand_images(text, reader, len(files))
+            text = expand_images(text, reader, [image.tokens for image in images])
         # Chat templates write special tokens such as the beginning of the sequence themselves.
         tokens = tuple(self._checkpoint.tokenizer.encode(text, add_special_tokens=False))
-        return tokens, text, () if reader is None else place_images(tokens, reader, pixels)
+        return tokens, text, () if reader is None else place_images(tokens, reader, images)
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -1,5 +1,6 @@
 """Limits of an engine, and the validation of requests before they are queued."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Limits:
       has_tokenizer: True if the model has a tokenizer, which stop texts and constraints require.
       priorities: True if requests may set a priority.
       prefix_caching: True if later requests can reuse the pages of a prompt with the same prefix.
-      image_tokens: number of tokens per image; 0 for a model of text.
+      image_tokens: maximum number of tokens per image; 0 for a model of text.
     """
 
     max_tokens: int
@@ -87,8 +88,10 @@ class Limits:
                 "before a rejected draft. Leave it out."
             )
         reader = image_reader_of(checkpoint)
-        image_tokens = 0 if reader is None else reader.tokens
-        if reader is not None and config.step_tokens < config.max_sequences + image_tokens:
+        image_tokens = 0 if reader is None else reader.sizes[-1]
+        # Images with a grid are causal, and may be divided between steps.
+        is_whole = reader is not None and not reader.has_grids
+        if is_whole and config.step_tokens < config.max_sequences + image_tokens:
             raise ConfigError(
                 f"step_tokens={config.step_tokens} is less than an image of {image_tokens} tokens and a token of each "
                 f"of max_sequences={config.max_sequences} sequences. Raise step_tokens to at least "
@@ -171,10 +174,11 @@ class Limits:
             raise GenerationError("The model reads text only. Leave the images out.", parameter="images")
         for image in request.images:
             # The last token of a prompt is computed like a generated one.
-            if image.tokens != self.image_tokens or not 0 <= image.start < len(request.prompt) - image.tokens:
+            expected = self.image_tokens if image.grid is None else min(math.prod(image.grid), self.image_tokens)
+            if image.tokens != expected or not 0 <= image.start < len(request.prompt) - image.tokens:
                 raise GenerationError(
                     f"An image has tokens {image.start} to {image.start + image.tokens} of a prompt of "
-                    f"{len(request.prompt)} tokens; expected {self.image_tokens} tokens before the last.",
+                    f"{len(request.prompt)} tokens; expected {expected} tokens before the last.",
                     parameter="images",
                 )
 

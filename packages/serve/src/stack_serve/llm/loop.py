@@ -24,7 +24,7 @@ from stack_serve.llm.dispatcher import End, OutputEvent, PromptScores, Tokens
 from stack_serve.llm.draft_model import DraftModel, ModelDrafts
 from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.handover import ExportedPages, export_pages, import_pages
-from stack_serve.llm.images import StepImages, images_of_rows, token_rows
+from stack_serve.llm.images import StepImages, images_of_rows, step_images
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.new_weights import KeysOfOldWeights
 from stack_serve.llm.output import GOES_ON, Ending, EndOfTokens, Output
@@ -411,10 +411,7 @@ class EngineLoop:
     def _images(self, plan: Plan) -> StepImages | None:
         """Computes missing features of a step's images, and returns the places of their tokens."""
         images = images_of_rows(plan.rows)
-        if not images:
-            return None
-        places = [(place, image.tokens, self._programs.image_slot(image)) for place, image in images]
-        return token_rows(sum(row.tokens for row in plan.rows), places)
+        return step_images(plan.rows, self._programs.encode_images(images)) if images else None
 
     def _reports_candidates(self, plan: Plan) -> bool:
         """Returns whether a request of the step's rows, not yet ended, asks for candidates."""

@@ -26,7 +26,7 @@ from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shared_pool
 from stack_serve.llm.compiler_options import compile_threads, compiler_options, is_for_gpus
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
-from stack_serve.llm.images import FeatureSlots, StepImages, feature_shape
+from stack_serve.llm.images import FeatureRows, StepImages, feature_shape
 from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.sleeping import HostWeights, delete_arrays
@@ -38,7 +38,7 @@ __all__ = ["HANDOVER_PAGES", "ForwardResult", "Key", "Programs", "StepResult"]
 # XLA computes a product with one row as a multiplication and a sum, both in main memory: 14.5 us instead of about 3 us
 # for a matrix of 2048 x 2048 in bfloat16 on an H100. With four rows it is a product.
 _GPU_ROWS = 4
-_MIN_IMAGES = 16
+_MIN_IMAGES, _USUAL_TOKENS = 16, 256
 # A prompt of up to so many tokens can start as soon as the server is ready.
 _FIRST_TOKENS = 64
 HANDOVER_PAGES = 32
@@ -156,14 +156,15 @@ class Programs:
         self._reader = image_reader_of(checkpoint)
         self._features: Any = None
         if self._reader is not None:
-            # Room for the images of two steps: a step must not replace an image that it reads.
-            self._image_slots = FeatureSlots(max(2 * -(-config.step_tokens // self._reader.tokens), _MIN_IMAGES))
+            # Room for two steps, for the largest image, or for several images of a usual size.
+            most, usual = self._reader.sizes[-1], min(self._reader.sizes[-1], _USUAL_TOKENS)
+            rows = max(2 * config.step_tokens, config.step_tokens + most, _MIN_IMAGES * usual)
+            self._image_rows = FeatureRows(rows)
             self._features = self._make_features(self._reader)
 
     def _make_features(self, reader: ImageReader) -> Any:
         shape = feature_shape(self._checkpoint, reader)
-        rows = self._image_slots.slots * shape.shape[0]
-        return self._placement.replicated(np.zeros((rows, shape.shape[1]), shape.dtype))
+        return self._placement.replicated(np.zeros((self._image_rows.capacity, shape.shape[1]), shape.dtype))
 
     @property
     def buckets(self) -> Buckets:
@@ -341,13 +342,23 @@ class Programs:
         self.slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
 
-    def image_slot(self, image: PromptImage) -> int:
-        """Returns the slot of an image's features for the next step, and launches their computation if needed."""
-        slot, is_new = self._image_slots.slot(image)
-        if is_new:
-            pixels = np.asarray(image.pixels, np.uint8)
-            self._features = self._program(("encode",))(self._weights, self._features, np.int32(slot), pixels)
-        return slot
+    def encode_images(self, images: Sequence[PromptImage]) -> FeatureRows:
+        """Launches the computation of missing features of a step's images, and returns the rows of all features."""
+        assert self._reader is not None
+        new = self._image_rows.assign(images)
+        if (capacity := self._image_rows.capacity) > len(self._features):
+            more = ((0, capacity - len(self._features)), (0, 0))
+            self._features = self._placement.replicated(np.pad(np.asarray(self._features), more))
+        for image in new:
+            size = next(size for size in self._reader.sizes if size >= image.tokens)
+            pixels = np.zeros(self._reader.shape(size), np.uint8)
+            pixels[: len(image.pixels)] = image.pixels
+            rows = np.full(size, capacity, np.int32)
+            rows[: image.tokens] = self._image_rows[image]
+            grid = () if image.grid is None else (np.asarray(image.grid, np.int32),)
+            program = self._program(("encode", size, capacity))
+            self._features = program(self._weights, self._features, rows, pixels, *grid)
+        return self._image_rows
 
     def forward(
         self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, images: StepImages | None = None
@@ -356,12 +367,14 @@ class Programs:
         tokens = sum(row[2] for row in rows)
         packed = given = self._packed(rows, tables, self._buckets.largest_rows)
         if images is not None:
+            assert self._reader is not None
             size = self._buckets.of_prompts(tokens)
-            places = np.full(size, -1, np.int32), np.zeros(size, np.int32)
-            places[0][:tokens], places[1][:tokens] = images.rows, images.ahead
-            program = self._program(("see", size))
+            places, more = np.full(size, -1, np.int32), np.zeros((size, *self._place_shape), np.int32)
+            places[:tokens] = images.rows
+            more[:tokens] = images.positions if self._reader.has_grids else images.ahead
+            program = self._program(("see", size, len(self._features)))
             self._layers, hidden, last = program(
-                self._weights, self._layers, self.slots.tokens, packed, self._features, *places
+                self._weights, self._layers, self.slots.tokens, packed, self._features, places, more
             )
             return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
         row_bucket = self._ready_size("forward", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
@@ -477,7 +490,7 @@ class Programs:
         leaves = [params.get(path, leaf) for path, leaf in zip(paths, old_leaves, strict=True)]
         self._weights = replace(self._weights, params=jax.tree.unflatten(structure, leaves))
         if self._reader is not None:
-            self._image_slots.clear()
+            self._image_rows.clear()
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Frees the pages, and the weights or their place on the devices, until `wake_up`; no step may run.
@@ -504,7 +517,7 @@ class Programs:
             params = self._placement.load(self._checkpoint, self._looped) if kept is None else kept.restored()
         self._layers = self._make_pools()
         if self._reader is not None:
-            self._image_slots.clear()
+            self._image_rows.clear()
             self._features = self._make_features(self._reader)
         self._weights, self._slept_params = replace(self._weights, params=params), None
 
@@ -596,11 +609,26 @@ class Programs:
             "prompt_logprobs": sorted({buckets.largest_rows, buckets.largest_tokens}),
             "forward": buckets.decoding if self._constraints else [],
             "verify": buckets.verification,
-            "see": buckets.prompts if self._reader is not None else [],
         }
         loads: list[Key] = [] if self._adapters is None else [("adapter",)]
-        loads += [] if self._reader is None else [("encode",)]
-        return [("admit",), *loads, *((kind, size) for kind, sizes in of_kinds.items() for size in sizes)]
+        return [
+            ("admit",),
+            *loads,
+            *self._image_keys(),
+            *((kind, size) for kind, sizes in of_kinds.items() for size in sizes),
+        ]
+
+    def _image_keys(self) -> list[Key]:
+        """Returns the programs of images, which depend on the size of the feature pool."""
+        if self._reader is None:
+            return []
+        sizes = {"encode": self._reader.sizes, "see": self._buckets.prompts}
+        return [(kind, size, len(self._features)) for kind, each in sizes.items() for size in each]
+
+    @property
+    def _place_shape(self) -> tuple[int, ...]:
+        """Shape of the positions of an image token, or of the number of tokens that it sees ahead."""
+        return (3,) if self._reader is not None and self._reader.has_grids else ()
 
     def _program(self, key: Key) -> Any:
         if key not in self._compiled:
@@ -657,27 +685,35 @@ class Programs:
         packed = _int32(self._buckets.largest_rows, self._row_fields)
         return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed)
 
-    def _lowered_see(self, tokens: int) -> Any:
-        padded_tokens = self._buckets.largest_tokens
+    def _lowered_see(self, tokens: int, capacity: int) -> Any:
+        padded_tokens, has_grids = self._buckets.largest_tokens, self._place_shape != ()
 
-        def see(weights: Weights, layers: Any, known: Any, packed: Any, features: Any, rows: Any, ahead: Any) -> Any:
-            images = ImageTokens(features, rows[:, None], ahead[:, None])
+        def see(weights: Weights, layers: Any, known: Any, packed: Any, features: Any, rows: Any, places: Any) -> Any:
+            more = {"positions" if has_grids else "ahead": places[:, None]}
+            images = ImageTokens(features, rows[:, None], **more)
             options: Any = {"tokens": tokens, "padded_tokens": padded_tokens, "images": images}
             return layer_by_layer(partial(self._step.prefill, **options))(weights, layers, known, packed)
 
         packed = _int32(self._buckets.largest_rows, self._row_fields)
-        places = (_int32(tokens), _int32(tokens))
+        places = (_int32(tokens), _int32(tokens, *self._place_shape))
         jitted = jax.jit(see, donate_argnums=1)
-        return jitted.lower(self._weights, self._layers, self.slots.tokens, packed, self._features, *places)
+        return jitted.lower(self._weights, self._layers, self.slots.tokens, packed, self._pool(capacity), *places)
 
-    def _lowered_encode(self) -> Any:
+    def _lowered_encode(self, tokens: int, capacity: int) -> Any:
         assert self._reader is not None
-        pixels = jax.ShapeDtypeStruct(self._reader.shape, np.uint8)
+        pixels = jax.ShapeDtypeStruct(self._reader.shape(tokens), np.uint8)
+        grid = (_int32(2),) if self._reader.has_grids else ()
 
-        def encode(weights: Weights, features: Any, slot: Any, pixels: Any) -> Any:
-            return layer_by_layer(self._step.encode)(weights, features, slot, pixels)
+        def encode(weights: Weights, features: Any, rows: Any, pixels: Any, *grid: Any) -> Any:
+            return layer_by_layer(self._step.encode)(weights, features, rows, pixels, *grid)
 
-        return jax.jit(encode, donate_argnums=1).lower(self._weights, self._features, _int32(), pixels)
+        jitted = jax.jit(encode, donate_argnums=1)
+        return jitted.lower(self._weights, self._pool(capacity), _int32(tokens), pixels, *grid)
+
+    def _pool(self, capacity: int) -> jax.ShapeDtypeStruct:
+        """Returns the shape of a feature pool with so many rows."""
+        now = self._features
+        return jax.ShapeDtypeStruct((capacity, now.shape[1]), now.dtype, sharding=now.sharding)
 
     def _lowered_verify(self, tokens: int, candidates: int = 0) -> Any:
         def verify(weights: Weights, layers: Any, known: Any, settings: Any, *step: Any) -> Any:

@@ -66,6 +66,7 @@ class Row(NamedTuple):
       samples: number of sampled tokens: `tokens` when decoding, including rejected ones; 1 for the last chunk of a
         prompt, 0 for other chunks.
       adapter: slot of the sequence's adapter; -1 for the base model.
+      shift: see `ROW_FIELDS`.
     """
 
     sequence: Sequence
@@ -74,6 +75,7 @@ class Row(NamedTuple):
     tokens: int
     samples: int
     adapter: int = -1
+    shift: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -373,7 +375,8 @@ def _advance(sequence: Sequence, tokens: int, *, samples: int) -> Row:
     sequence.computed_tokens = start + tokens
     sequence.in_flight += samples
     assert sequence.slot is not None
-    return Row(sequence, sequence.slot, start, tokens, samples, sequence.adapter_slot)
+    shift = sequence.position_shift(start) if sequence.images else 0
+    return Row(sequence, sequence.slot, start, tokens, samples, sequence.adapter_slot, shift)
 
 
 def _make_room(state: SchedulerState, sequence: Sequence, tokens: int, preempted: list[Sequence]) -> bool:

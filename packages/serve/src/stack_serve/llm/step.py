@@ -18,9 +18,10 @@ from stack_serve.llm.unstacking import layer_by_layer
 
 __all__ = ["ROW_FIELDS", "SlotState", "Step", "admit"]
 
-ROW_FIELDS = ("slot", "start", "tokens", "samples", "adapter")
-"""The first fields of a row: slot of the sequence, position of the first computed token, number of computed tokens,
-number of sampled tokens, and slot of the adapter (-1 for the base model). The page numbers of the sequence follow."""
+ROW_FIELDS = ("slot", "start", "tokens", "samples", "adapter", "shift")
+"""The first fields of a row: slot of the sequence, place of the first computed token, number of computed tokens,
+number of sampled tokens, slot of the adapter (-1 for the base model), and difference between the places of the row's
+tokens and their positions, after images with positions in two directions. The page numbers of the sequence follow."""
 
 # Limits the memory of the logits, [rows, vocab_size].
 _PROMPT_LOGPROB_ROWS = 32
@@ -97,13 +98,15 @@ class Step:
         self,
         weights: Weights,
         features: Float[Array, "rows embed"],
-        slot: Int[Array, ""],
-        pixels: UInt8[Array, "side side channels"],
+        rows: Int[Array, " tokens"],
+        pixels: UInt8[Array, "..."],
+        grid: Int[Array, "2"] | None = None,
     ) -> Float[Array, "rows embed"]:
-        """Writes the features of an image to its slot of the feature pool."""
+        """Writes the features of an image to its rows of the feature pool; padding has a row behind the end."""
         model: Any = self.checkpoint.model(weights.params)
-        found = model.image_features(pixels[None])[0].astype(features.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(features, found, slot * len(found), axis=0)
+        grids = () if grid is None else (grid[None, None],)
+        found = model.image_features(pixels[None], *grids)[0].astype(features.dtype)
+        return features.at[rows].set(found, mode="drop")
 
     def __call__(
         self,
@@ -352,7 +355,10 @@ class Step:
         return slot, jnp.where(real, start + token - (ends[row] - count), 0), real
 
     def _places(self, known: jax.Array, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array, jax.Array]:
-        """Computes the cache addresses, token ids, positions and adapter slots of the tokens of a step."""
+        """Computes the cache addresses, token ids, positions and adapter slots of the tokens of a step.
+
+        The positions are those of a model, which fall behind the places of tokens by `shift`.
+        """
         slot, start, count = (rows[:, field] for field in range(3))
         tables = rows[:, len(ROW_FIELDS) :]
         ends = jnp.cumsum(count, dtype=jnp.int32)
@@ -366,7 +372,8 @@ class Step:
         page = jnp.where(real, tables[row, position // page_tokens], self.pages)
         places = Rows(tables, start + count, query_starts, page, position % page_tokens, slot)
         adapters = jnp.where(real, rows[row, ROW_FIELDS.index("adapter")], -1)
-        return places, jnp.where(real, known[slot[row], position], 0), position, adapters
+        shift = rows[row, ROW_FIELDS.index("shift")]
+        return places, jnp.where(real, known[slot[row], position], 0), jnp.where(real, position - shift, 0), adapters
 
 
 def _rows_of(token: jax.Array, ends: jax.Array) -> jax.Array:
@@ -381,5 +388,6 @@ def _padded(hidden: Float[Array, "tokens ..."], size: int) -> Float[Array, "size
 def _of_turn(rows: jax.Array, number: Any) -> jax.Array:
     """Returns the single-token rows of step `number` of a decode program; finished rows get zero tokens."""
     goes_on = (number < rows[:, 2]).astype(rows.dtype)
-    turn = jnp.stack([rows[:, 0], rows[:, 1] + number, goes_on, rows[:, 3] * goes_on, rows[:, 4]], axis=1)
+    fields = [rows[:, 0], rows[:, 1] + number, goes_on, rows[:, 3] * goes_on, rows[:, 4], rows[:, 5]]
+    turn = jnp.stack(fields, axis=1)
     return jnp.concatenate([turn, rows[:, len(ROW_FIELDS) :]], axis=1)

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from stack_core.abi.errors import GenerationError
-from stack_core.text.images import ImageReader, data_of_url, expand_images, read_images, take_images
+from stack_core.text.images import ImageReader, ReadImage, data_of_url, expand_images, read_images, take_images
 
 __all__ = ["ImageInput"]
 
@@ -33,8 +31,8 @@ class ImageInput:
 
     def render(
         self, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[np.ndarray]]:
-        """Renders messages, and returns the text with the tokens of images, and the images' pixels.
+    ) -> tuple[str, list[ReadImage]]:
+        """Renders messages, and returns the text with the tokens of images, and the images.
 
         Raises:
           ChatTemplateError: a part or an image cannot be read, or the template rejects the messages.
@@ -43,7 +41,8 @@ class ImageInput:
             return render(messages), []
         taken, files = take_images(messages, self._load)
         text = render(taken)
-        return expand_images(text, self.reader, len(files)), read_images(self.reader, files)
+        images = read_images(self.reader, files)
+        return expand_images(text, self.reader, [image.tokens for image in images]), images
 
     def _load(self, url: str) -> bytes:
         if url.startswith("data:"):

@@ -276,11 +276,11 @@ class Service(ModelService[OpenAIConfig, Metrics]):
             variables=_variables(body, self._template),
             tools=tools,
         )
-        text, pixels = await maybe_in_thread(_size(body.messages), self._images.render, render, body.messages)
+        text, images = await maybe_in_thread(_size(body.messages), self._images.render, render, body.messages)
         prompt = await self.prompts.of_text(text, add_special_tokens=body.add_special_tokens)
         if self._images.reader is None:
             return prompt
-        return replace(prompt, images=place_images(prompt.tokens, self._images.reader, pixels))
+        return replace(prompt, images=place_images(prompt.tokens, self._images.reader, images))
 
     async def complete(self, body: CompletionBody, request_id: str) -> GenerationResponse:
         """The answer to prompts."""

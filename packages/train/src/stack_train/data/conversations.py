@@ -71,7 +71,7 @@ class Tokenization:
             return cls(tokenizer, None, images)
         return cls(tokenizer, ChatTemplate(source, tokenizer.special_tokens, images=images is not None), images)
 
-    def conversation(self, name: str, record: Mapping[str, Any]) -> Conversation:
+    def conversation(self, name: str, record: Mapping[str, Any], image_tokens: Sequence[int] = ()) -> Conversation:
         """Tokenizes a record with `messages`, or with `prompt` and `completion`, each a text or a list of messages.
 
         A token is supervised if any of its characters is the assistant's: " Paris" of "A: {% generation %}Paris" is one
@@ -79,6 +79,11 @@ class Tokenization:
         special token that ends a turn directly after its block is supervised, and a token's spaces count even if the
         tokenizer leaves them out of its offsets. The template also receives the record's `tools` and
         `chat_template_kwargs`.
+
+        Args:
+          name: name of the record, for messages.
+          record: the record, whose image parts are `{"type": "image"}`.
+          image_tokens: number of tokens of each image.
 
         Raises:
           DataError: the record is malformed, or does not contain any of the assistant's tokens.
@@ -106,7 +111,7 @@ class Tokenization:
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{name}: {error}", parameter=error.parameter) from error
         if self._images is not None:
-            text, spans = _with_images(name, text, spans, [*prompt, *answer], self._images)
+            text, spans = _with_images(name, text, spans, self._images, image_tokens)
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         supervised = np.zeros(len(ids), bool)
         for begin, end in spans[first:]:
@@ -167,19 +172,21 @@ class Tokenization:
 
 
 def _with_images(
-    name: str, text: str, spans: list[Span], messages: Messages, reader: ImageReader
+    name: str, text: str, spans: list[Span], reader: ImageReader, tokens: Sequence[int]
 ) -> tuple[str, list[Span]]:
-    """Replaces the placeholders of images in a rendered conversation, and adjusts the spans."""
-    contents = [message.get("content") for message in messages]
-    images = sum(part == {"type": "image"} for each in contents if isinstance(each, list) for part in each)
+    """Replaces the placeholders of images in a rendered conversation, and adjusts the spans.
+
+    Args:
+      tokens: number of tokens of each image.
+    """
     try:
-        expanded = expand_images(text, reader, images)
+        expanded = expand_images(text, reader, tokens)
     except ChatTemplateError as error:
         raise DataError(f"{name}: {error}") from error
-    longer = len(reader.expansion) - len(reader.placeholder)
+    longer = [len(reader.expansion(count)) - len(reader.placeholder) for count in tokens]
 
     def shift(place: int) -> int:
-        return place + longer * text[:place].count(reader.placeholder)
+        return place + sum(longer[: text[:place].count(reader.placeholder)])
 
     return expanded, [(shift(begin), shift(end)) for begin, end in spans]
 

@@ -37,7 +37,13 @@ from stack_train.generation.generative import ModuleCheckpoint, generative_check
 from stack_train.huggingface.hub import on_disk
 from stack_train.huggingface.quantization import QUANTIZATION
 from stack_train.huggingface.quantized_export import LAYOUTS, PlannedTensors, quantized_tensors
-from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
+from stack_train.huggingface.source import (
+    PREPROCESSOR,
+    HuggingFaceSource,
+    PreprocessesImages,
+    open_source,
+    read_config,
+)
 from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.nn.quantized import QuantizedMatrix, with_quantized
 from stack_train.optim.optax_optimizer import as_optimizer
@@ -65,6 +71,7 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
+_VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 
 
 class HuggingFaceFormat:
@@ -168,7 +175,9 @@ class HuggingFaceFormat:
             copied += _copy((_GENERATION_CONFIG,), run / "huggingface", partial) or _write_json(
                 special_ids, partial / _GENERATION_CONFIG
             )
-            copied += _copy(EMBEDDING_FILES, run / "huggingface", partial)
+            copied += _copy((*EMBEDDING_FILES, _VIDEO_PREPROCESSOR), run / "huggingface", partial)
+            if isinstance(family, PreprocessesImages):
+                copied += _write_json(family.preprocessor(config), partial / PREPROCESSOR)
         layout = planned.section.get("format", planned.section.get("checkpoint_format"))
         dtype = f"{layout} and {config.param_dtype}" if layout else config.param_dtype
         return Conversion(directory, planned.parameters, total_bytes, dtype, copied)
@@ -336,7 +345,7 @@ def _open_language_model(directory: Path) -> HuggingFaceSource:
 def _copy_to_run(source: HuggingFaceSource, run: RunDirectory) -> tuple[str, ...]:
     directory, configs = source.directory, run.path / "huggingface"
     copied = _copy(_TOKENIZER_FILES, directory, run.tokenizer)
-    others = (_GENERATION_CONFIG, *EMBEDDING_FILES)
+    others = (_GENERATION_CONFIG, _VIDEO_PREPROCESSOR, *EMBEDDING_FILES)
     if source.rewritten is None:
         return copied + _copy((_CONFIG, *others), directory, configs)
     configs.mkdir(exist_ok=True)

@@ -124,6 +124,8 @@ class Layer:
       input_norms: normalizes the inputs of attention and feed-forward layer.
       output_norms: normalizes their outputs, before the residual sum.
       residual_scale: scale of their outputs in the residual sum.
+      adds_features: adds features of images to the output at image tokens (DeepStack; Meng et al., 2024,
+        arXiv:2406.04334). Each such layer, in order, takes the next `embed` of `ImageTokens.features`.
     """
 
     attention: Mixer
@@ -131,6 +133,7 @@ class Layer:
     input_norms: bool = True
     output_norms: bool = False
     residual_scale: float = 1.0
+    adds_features: bool = False
 
     def build(self, build: Build) -> "Block":
         return Block(self, build)
@@ -274,18 +277,21 @@ class Decoder(nnx.Module):
 
         # Defined here because, inside the loop, profiles show only this function's qualified name and not the decoder's
         # call stack.
-        def run(block: Block, stream: ResidualStream, rows: Rows, layer_cache: Any) -> tuple[Any, Any]:
+        def run(block: Block, stream: ResidualStream, rows: Rows, per_layer: tuple[Any, Any]) -> tuple[Any, Any]:
+            layer_cache, features = per_layer
             stream, layer_cache, layer_facts = block(stream, rows, cache, layer_cache)
+            if features is not None:
+                stream = replace(stream, added=stream.added + features)
             # The backward pass saves every layer's input, and the sum takes half the memory of its two terms.
             return stream.joined() if cache is None else stream, (layer_cache, layer_facts)
 
-        ahead = None if images is None else images.ahead
+        of_images = () if images is None else (images.ahead, images.positions)
         if cache is not None:
-            return self._outputs(run, tokens, Rows(positions, None, ahead), cache, images)
+            return self._outputs(run, tokens, Rows(positions, None, *of_images), cache, images)
         segment_ids = None if segment_ids is None else to_zigzag(segment_ids)
         tokens, positions = to_zigzag(tokens), to_zigzag(positions)
         with shared_rows():
-            outputs = self._outputs(run, tokens, Rows(positions, segment_ids, ahead), None, images)
+            outputs = self._outputs(run, tokens, Rows(positions, segment_ids, *of_images), None, images)
         return replace(outputs, hidden=from_zigzag(outputs.hidden))
 
     def _outputs(
@@ -299,16 +305,18 @@ class Decoder(nnx.Module):
         config = self.config
         layer_caches: list[list[Any]] = []
         facts: list[list[Facts]] = []
-        x = self._embedded(tokens)
-        x = x if images is None else _with_features(x, images)
+        x, later = self._embedded(tokens), None
+        if images is not None:
+            x, later = _with_features(x, images)
         # With a cache every layer passes on both terms, and a scan's carry keeps its structure, so the first is 0.
         stream = ResidualStream(x, None if cache is None else jnp.zeros_like(x))
         for number, period in enumerate(self.blocks):
+            caches = [None] * len(period) if cache is None else cache.layers[number]
             stream, outputs = scan_layers(
                 run,
                 list(period),
                 stream,
-                [None] * len(period) if cache is None else cache.layers[number],
+                list(zip(caches, self._later_features(number, later), strict=True)),
                 per_row=rows,
                 remat=config.remat,
                 unroll=config.unroll if cache is None else False,  # a loop updates a cache in place
@@ -326,6 +334,23 @@ class Decoder(nnx.Module):
             facts.append([layer_facts])
         cache = None if cache is None else cache.advance(layer_caches, tokens.shape[1])
         return Outputs(hidden, cache, further, _merge_statistics(facts))
+
+    def _later_features(self, number: int, features: Any) -> list[Any]:
+        """Returns the features that the layers at each place of a group add, [repeats, batch, seq, embed] or None."""
+        adding = sorted(
+            layer
+            for group in self.groups
+            for place, spec in enumerate(group.period)
+            if spec.adds_features
+            for layer in group.layers(place)
+        )
+        group = self.groups[number]
+        return [
+            jnp.stack([features[adding.index(layer)] for layer in group.layers(place)])
+            if spec.adds_features and features is not None
+            else None
+            for place, spec in enumerate(group.period)
+        ]
 
     def head(self) -> Head:
         """Returns the head in `config.dtype`, tied or not."""
@@ -409,19 +434,27 @@ class Decoder(nnx.Module):
             raise ShapeError("segment_ids were given with a cache, whose rows are one segment each; leave one out.")
 
 
-def _with_features(x: Float[Array, "batch seq embed"], images: ImageTokens) -> Float[Array, "batch seq embed"]:
+def _with_features(
+    x: Float[Array, "batch seq embed"], images: ImageTokens
+) -> tuple[Float[Array, "batch seq embed"], Float[Array, "layers batch seq embed"] | None]:
     """Replaces the embeddings of image tokens by the features of their images.
+
+    Returns:
+      The embeddings, and the features for the outputs of later layers, which are 0 for tokens of text.
 
     Raises:
       ShardingError: several devices share a sequence.
     """
     check_unsplit_sequence("A decoder with images")
-    places = jnp.maximum(images.rows, 0)
+    places, is_image = jnp.maximum(images.rows, 0), images.rows[:, :, None] >= 0
     if images.features.ndim == 3:
         found = jnp.take_along_axis(images.features, places[:, :, None], axis=1)
     else:
         found = images.features[places]
-    return shard_residual(jnp.where(images.rows[:, :, None] >= 0, found.astype(x.dtype), x))
+    found = found.astype(x.dtype)
+    own, *later = jnp.split(found, found.shape[-1] // x.shape[-1], axis=-1)
+    added = [shard_residual(jnp.where(is_image, each, 0)) for each in later]
+    return shard_residual(jnp.where(is_image, own, x)), jnp.stack(added) if added else None
 
 
 def _merge_statistics(groups: Sequence[Sequence[Facts]]) -> Facts:

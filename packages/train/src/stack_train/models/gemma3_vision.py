@@ -30,7 +30,9 @@ from stack_train.models.weight_map import WeightRule
 from stack_train.nn.linear import Linear
 from stack_train.nn.residual import Norm
 from stack_train.vision.image_tokens import place_features
+from stack_train.vision.reader import MODES
 from stack_train.vision.siglip import Siglip, SiglipConfig, read_siglip, siglip_rules, write_siglip
+from stack_train.vision.square_images import SquareImages
 
 __all__ = ["FAMILY", "Gemma3Vision", "Gemma3VisionConfig"]
 
@@ -65,6 +67,28 @@ class Gemma3VisionConfig(Gemma3Settings):
                 f"image_tokens={self.image_tokens} do not come from {patches} x {patches} patches: they are "
                 "averaged in squares to a square of tokens. Change image_tokens, vision.image_size or vision.patch."
             )
+
+    @property
+    def image_tokens_of_prompts(self) -> dict[str, int | None]:
+        """See `SeesImages`."""
+        return {"image_token": self.image_token, "image_begin": self.image_begin, "image_end": self.image_end}
+
+    def image_reader(self, texts: Mapping[str, str]) -> SquareImages | None:
+        """See `SeesImages`."""
+        size = self.vision
+        if size.channels not in MODES:
+            return None
+        begin, token, end = texts["image_begin"], texts["image_token"], texts["image_end"]
+        assert self.image_token is not None
+        # Gemma's processor also writes the line breaks.
+        expansion = (f"\n\n{begin}", token, f"{end}\n\n")
+        return SquareImages(begin, *expansion, self.image_token, self.image_tokens, size.image_size, size.channels)
+
+    def image_arrays(self, row_images: int, seq_tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `SeesImages`."""
+        size = self.vision
+        shape = (row_images, size.image_size, size.image_size, size.channels)
+        return {"pixels": jax.ShapeDtypeStruct(shape, jnp.uint8)}
 
     @property
     def pooled_patches(self) -> int:

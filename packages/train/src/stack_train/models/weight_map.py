@@ -1,6 +1,6 @@
 """Mapping between a model's parameters and Hugging Face tensors. It only moves data, so both directions are exact."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,10 +91,18 @@ class WeightRule:
     interleaved: bool = False
     fused: "WeightRule | None" = None
 
-    def stored_in(self, tensors: Container[str]) -> "WeightRule":
-        """Returns the rule for the layout of a checkpoint that has these tensors."""
-        # Each layout has its own names, so the first tensor of the fused layout decides.
-        return self.fused if self.fused is not None and self.fused._first in tensors else self
+    def stored_in(self, tensors: Mapping[str, Any], shape: tuple[int, ...]) -> "WeightRule":
+        """Returns the rule for the layout of a checkpoint that has these tensors.
+
+        Args:
+          tensors: tensors by name, of which the shapes are read.
+          shape: shape of the parameter.
+        """
+        if self.fused is None or self.fused._first not in tensors:
+            return self
+        # Layouts with their own names are known by the first of them, others by its shape.
+        is_same = self.fused._first == self._first
+        return self if is_same and tensors[self._first].shape == self.tensor_shapes(shape)[self._first] else self.fused
 
     def tensor_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Returns names and shapes of the tensors that contain a parameter of `shape`, in order."""

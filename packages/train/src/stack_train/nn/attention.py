@@ -246,7 +246,7 @@ class GroupedAttention(nnx.Module):
 
     def _rotated(self, x: jax.Array, scale: Parameter | None, rows: Rows, axes: LogicalAxes) -> jax.Array:
         normed = self.norm(x, scale, axes) if self.spec.head_norms else x
-        rotated = normed if self.spec.rope is None else self.spec.rope(normed, rows.positions, axes[2])
+        rotated = normed if self.spec.rope is None else self.spec.rope(normed, rows.rotary, axes[2])
         if not self.spec.unit_norms:
             return rotated
         found: Any = ops.norm(rotated, epsilon=self.norm.epsilon, axes={"x": axes})

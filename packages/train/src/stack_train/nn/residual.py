@@ -49,16 +49,23 @@ class Rows:
         tokens are adjacent. None for rows of one segment.
       ahead: [batch, seq], number of tokens after each token that it attends to, the rest of its image; None without
         images. See `stack_core.abi.models.ImageTokens`.
+      coordinates: [batch, seq, axes], positions for rotary embeddings with several axes; None if all equal `positions`.
     """
 
     positions: Int[Array, "batch seq"]
     segment_ids: Int[Array, "batch seq"] | None
     ahead: Int[Array, "batch seq"] | None = None
+    coordinates: Int[Array, "batch seq axes"] | None = None
 
     @property
     def segments(self) -> ops.PackedSegments | None:
         """Argument `segment_ids` of `ops.attention`."""
         return None if self.segment_ids is None else ops.PackedSegments.of(self.segment_ids)
+
+    @property
+    def rotary(self) -> Int[Array, "batch seq *axes"]:
+        """Positions for rotary embeddings."""
+        return self.positions if self.coordinates is None else self.coordinates
 
 
 @jax.tree_util.register_dataclass

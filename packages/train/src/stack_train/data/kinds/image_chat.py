@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int64
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError, GenerationError
-from stack_core.text.images import ImageReader, data_of_url, take_images
+from stack_core.text.images import ImageReader, ReadImage, data_of_url, take_images
 from stack_train.data.conversations import Conversation, Tokenization
 from stack_train.data.examples import fitting
 from stack_train.data.files import expand_glob
@@ -36,7 +36,8 @@ class ImageChatData:
 
     The content of a message is a text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image_url",
     "image_url": {"url": ...}}`. A URL is a data URL, or the path of a file relative to its JSONL file. Images are
-    decoded while batches are assembled; needs stack-train[images]. A batch also contains "pixels".
+    decoded while batches are assembled; needs stack-train[images]. A batch also contains "pixels", and "grids" if the
+    number of an image's tokens depends on its size.
 
     Attributes:
       source: glob of JSONL files, such as "chats/*.jsonl".
@@ -65,10 +66,11 @@ class ImageChatData:
     row_images: PositiveInt = 1
 
     def spec(self, model: Any) -> Shapes:
-        vision = model.vision
-        shape = (self.batch_size, self.row_images, vision.image_size, vision.image_size, vision.channels)
-        pixels = jax.ShapeDtypeStruct(shape, np.uint8)
-        return {**language_model_shapes(self.batch_size, self.seq_tokens), "pixels": pixels}
+        images = {
+            name: jax.ShapeDtypeStruct((self.batch_size, *array.shape), array.dtype)
+            for name, array in model.image_arrays(self.row_images, self.seq_tokens).items()
+        }
+        return {**language_model_shapes(self.batch_size, self.seq_tokens), **images}
 
     def work(self) -> tuple[str, int]:
         return "tokens", self.batch_size * self.seq_tokens
@@ -77,10 +79,9 @@ class ImageChatData:
         if not isinstance(model, SeesImages):
             raise ConfigError(
                 f"Data of kind image_chat is for language models with images, not for family {model.name!r}; use "
-                "gemma3_vision, or data of kind chat."
+                "gemma3_vision or qwen3_vl, or data of kind chat."
             )
-        tokens = {"image_token": model.image_token, "image_begin": model.image_begin, "image_end": model.image_end}
-        if missing := [f"model.{name}" for name, token in tokens.items() if token is None]:
+        if missing := [f"model.{name}" for name, token in model.image_tokens_of_prompts.items() if token is None]:
             raise ConfigError(f"Set {', '.join(missing)} to the ids of the tokenizer's tokens of images.")
         check_positions(self.seq_tokens, model)
 
@@ -99,7 +100,7 @@ class ImageChatData:
             raise ConfigError(f"Images have {model.vision.channels} channels; set model.vision.channels to 1 or 3.")
         tokenization = Tokenization.by_template_of(tokenizer, reader)
         conversations = [
-            self._conversation(tokenization, name, record)
+            self._conversation(tokenization, reader, name, record)
             for name, record in jsonl_records(expand_glob(self.source, self.name))
         ]
         if not conversations:
@@ -107,16 +108,26 @@ class ImageChatData:
         same = ("tokenizer", "chat_template", "seq_tokens", "packed", "too_long", "batch_size", "validation_fraction")
         chat = ChatData(prefetch_batches=self.prefetch_batches, **{name: getattr(self, name) for name in same})
         kept = fitting(conversations, self.seq_tokens, self.too_long)
-        return ImageChatBatches(chat, tokenizer, kept, seed=seed, reader=reader, row_images=self.row_images)
+        arrays = model.image_arrays(self.row_images, self.seq_tokens)
+        return ImageChatBatches(
+            chat, tokenizer, kept, seed=seed, reader=reader, row_images=self.row_images, arrays=arrays
+        )
 
-    def _conversation(self, tokenization: Tokenization, name: str, record: Mapping[str, Any]) -> "ImageConversation":
-        folder, urls = Path(name.rpartition(":")[0]).parent, list[str]()
+    def _conversation(
+        self, tokenization: Tokenization, reader: ImageReader, name: str, record: Mapping[str, Any]
+    ) -> "ImageConversation":
+        folder, urls, tokens = Path(name.rpartition(":")[0]).parent, list[str](), list[int]()
         digest = sha256()
 
         def load(url: str) -> bytes:
             # Batches read the image again.
             url = url if url.startswith("data:") else str(folder / Path(url).expanduser())
-            digest.update(_contents(url))
+            contents = _contents(url)
+            digest.update(contents)
+            try:
+                tokens.append(reader.count_tokens(contents))
+            except DataError as error:
+                raise DataError(f"{name}: {url[:80]}: {error}") from error
             urls.append(url)
             return b""
 
@@ -126,7 +137,7 @@ class ImageChatData:
             raise DataError(
                 f"{name} has {len(urls)} images, and a row {self.row_images}. Raise data.row_images, or divide it."
             )
-        found = tokenization.conversation(name, {**record, **taken})
+        found = tokenization.conversation(name, {**record, **taken}, tokens)
         return ImageConversation(found.name, found.tokens, found.supervised, tuple(urls), digest.hexdigest())
 
 
@@ -159,8 +170,16 @@ class ImageConversation(Conversation):
 class ImageChatBatches(ChatBatches):
     """Batches of conversations with the pixels of their images."""
 
-    def __init__(self, config: ChatData, *rest: Any, reader: ImageReader, row_images: int, **options: Any) -> None:
-        self._reader, self._row_images = reader, row_images
+    def __init__(
+        self,
+        config: ChatData,
+        *rest: Any,
+        reader: ImageReader,
+        row_images: int,
+        arrays: Mapping[str, jax.ShapeDtypeStruct],
+        **options: Any,
+    ) -> None:
+        self._reader, self._row_images, self._arrays = reader, row_images, arrays
         super().__init__(config, *rest, **options)
         self.fingerprint["data.row_images"] = row_images
 
@@ -180,21 +199,24 @@ class ImageChatBatches(ChatBatches):
         return [np.asarray(part, np.int64) for part in parts]
 
     def _rows(self, plan: Sequence[Any], rows: Int64[np.ndarray, " batch"]) -> dict[str, Any]:
-        pixels = np.zeros((len(rows), self._row_images, *self._reader.shape), np.uint8)
         places = [
-            (number, place, index, url)
+            (number, index, url)
             for number, row in enumerate(rows)
-            for place, (index, url) in enumerate(
-                (index, url) for index in plan[row] for url in self._images_of(int(index))
-            )
+            for index in plan[row]
+            for url in self._images_of(int(index))
         ]
+        images: list[list[ReadImage]] = [[] for _ in rows]
         with ThreadPoolExecutor(_DECODERS) as decoders:
-            decoded = decoders.map(lambda place: self._decoded(int(place[2]), place[3]), places)
-            for (number, place, _, _), image in zip(places, decoded, strict=True):
-                pixels[number, place] = image
-        return {**super()._rows(plan, rows), "pixels": pixels}
+            decoded = decoders.map(lambda place: self._decoded(int(place[1]), place[2]), places)
+            for (number, *_), image in zip(places, decoded, strict=True):
+                images[number].append(image)
+        found = {name: np.zeros((len(rows), *array.shape), array.dtype) for name, array in self._arrays.items()}
+        for number, row_images in enumerate(images):
+            for name, values in _row_arrays(row_images).items():
+                found[name][number, : len(values)] = values
+        return {**super()._rows(plan, rows), **found}
 
-    def _decoded(self, index: int, url: str) -> UInt8[np.ndarray, "side side channels"]:
+    def _decoded(self, index: int, url: str) -> ReadImage:
         try:
             return self._reader.read(_contents(url))
         except (DataError, GenerationError) as error:
@@ -203,3 +225,14 @@ class ImageChatBatches(ChatBatches):
     def _images_of(self, index: int) -> tuple[str, ...]:
         conversation: Any = self._examples[index]
         return conversation.images
+
+
+def _row_arrays(images: Sequence[ReadImage]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a row's images: pixels of equal images [images, ...], or packed patches and grids."""
+    if not images:
+        return {}
+    grids = [image.grid for image in images if image.grid is not None]
+    pixels = [image.pixels for image in images]
+    if not grids:
+        return {"pixels": np.stack(pixels)}
+    return {"pixels": np.concatenate(pixels), "grids": np.asarray(grids, np.int32)}

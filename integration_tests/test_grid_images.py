@@ -1,0 +1,156 @@
+"""Serving of a language model whose images have positions in two directions and different numbers of tokens."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+
+from stack_core.abi.errors import GenerationError
+from stack_core.abi.generation import SamplingParams
+from stack_serve.http.server import HttpServer, listen
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.language_model import LLM
+from stack_serve.openai.config import OpenAIConfig
+from stack_serve.openai.lifecycle import OpenAIApp
+from stack_serve.openai.service import Service
+from stack_train.generation.generative import generative_checkpoint
+
+from .seeing import GRID_TEMPLATE, data_url, make_grid_config, make_model, png, question, write_tokenizer
+
+# A model does not write image tokens.
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={4: -1e4})
+# Images of up to 16 tokens are divided between steps of 12 tokens and pages of 4.
+SETTINGS = {"max_sequences": 4, "step_tokens": 12, "page_tokens": 4, "decode_repeats": 2}
+SIZES = [(24, 24), (12, 30), (6, 6), (20, 7)]
+TOKENS = [16, 10, 1, 3]
+
+
+def picture(number):
+    """A picture of its own size."""
+    return png(np.random.default_rng(number).integers(0, 256, (*SIZES[number], 3), np.uint8))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("grids")
+    write_tokenizer(directory, GRID_TEMPLATE)
+    config = make_grid_config(initializer_std=0.5)
+    return generative_checkpoint(make_model(config), config, name="eyes", tokenizer=directory, origin=None)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(checkpoint, **SETTINGS) as llm:
+        yield llm
+
+
+CONVERSATIONS = [
+    (question("which color", picture(0)), [0]),
+    (question("which shape is it ?", picture(1), picture(3)), [1, 3]),
+    (question("which color"), []),
+    (
+        [*question("is it red", picture(2)), {"role": "assistant", "content": "green !"}, *question("?", picture(0))],
+        [2, 0],
+    ),
+    (question("which color", picture(1)), [1]),
+    (question("which color", picture(0)), [0]),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint):
+    """Logits of a sequence with up to two images, without a cache."""
+
+    def logits(params, tokens, pixels, grids):
+        model = checkpoint.model(params)
+        return model.logits(model(tokens, jnp.arange(64)[None], pixels=pixels, grids=grids).hidden[0])
+
+    return jax.jit(logits)
+
+
+def check_greedy(whole, checkpoint, output, numbers):
+    """Checks that each token is the most likely one of the model without a cache."""
+    prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
+    tokens = np.zeros((1, 64), np.int32)
+    tokens[0, : len(prompt) + len(answer)] = [*prompt, *answer]
+    images = [checkpoint.images.read(picture(number)) for number in numbers]
+    pixels, grids = np.zeros((1, 4 * 32, 27), np.uint8), np.zeros((1, 2, 2), np.int32)
+    if images:
+        packed = np.concatenate([image.pixels for image in images])
+        pixels[0, : len(packed)], grids[0, : len(images)] = packed, [image.grid for image in images]
+    logits = np.array(whole(checkpoint.load_params(), tokens, pixels, grids))[len(prompt) - 1 :]
+    logits[:, 4] = -np.inf
+    assert tuple(logits[: len(answer)].argmax(axis=-1).tolist()) == answer
+
+
+def test_answers_are_those_of_the_model_without_pages(llm, checkpoint, whole):
+    outputs = llm.chat([messages for messages, _ in CONVERSATIONS], GREEDY)
+    for output, (_, numbers) in zip(outputs, CONVERSATIONS, strict=True):
+        assert output.prompt_token_ids.count(4) == sum(TOKENS[number] for number in numbers)
+        check_greedy(whole, checkpoint, output, numbers)
+    # The same question about another picture has another answer.
+    assert outputs[0].outputs[0].token_ids != outputs[4].outputs[0].token_ids
+    # Alone, and from the prefix cache, which ends in the first image, the answers stay the same.
+    hits, rows = llm._engine.stats().prefix_hits_tokens, llm._engine._programs._image_rows
+    encoded = len(rows)
+    again = llm.chat(CONVERSATIONS[0][0], GREEDY)
+    assert again[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    assert llm._engine.stats().prefix_hits_tokens > hits
+    assert len(rows) == encoded == len(SIZES)
+
+
+def test_pictures_of_equal_patches_differ_by_their_proportions(llm, checkpoint):
+    wide = np.full((12, 24, 3), 200, np.uint8)
+    pictures = png(wide), png(wide.transpose(1, 0, 2))
+    read = [checkpoint.images.read(each) for each in pictures]
+    assert [each.grid for each in read] == [(2, 4), (4, 2)] and (read[0].pixels == read[1].pixels).all()
+    one_token = SamplingParams(temperature=0.0, max_tokens=1, logprobs=3)
+    outputs = [llm.chat(question("which color", each), one_token)[0] for each in pictures]
+    first, second = (dict(output.outputs[0].logprobs[0].top) for output in outputs)
+    assert not np.allclose([first[token] for token in first], [second.get(token, 0.0) for token in first], atol=1e-4)
+
+
+VIDEO = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}
+BAD = [
+    ([VIDEO], "'video_url'; the model reads parts of type 'text' and 'image_url'"),
+    ([{"type": "image_url", "image_url": {"url": data_url(b"no image")}}], "Image 1 of 1: The 8 bytes are no image"),
+    ([{"type": "image_url", "image_url": {"url": data_url(png(np.zeros((1, 201, 3), np.uint8)))}}], "up to 200 times"),
+    ([{"type": "text", "text": "is it <pix>"}], "has 1 times '<pix>', which stands for an image, and 0 images"),
+]
+
+
+@pytest.mark.parametrize(("parts", "message"), BAD)
+def test_bad_parts_are_refused_with_their_reason(llm, parts, message):
+    with pytest.raises(GenerationError, match=message):
+        llm.chat([{"role": "user", "content": parts}], GREEDY)
+
+
+@pytest.mark.slow  # starts another engine
+def test_the_openai_client_sends_images(checkpoint, llm):
+    config = OpenAIConfig(port=0, drain_s=1.0)
+    listener = listen(config)
+    host, port = listener.getsockname()[:2]
+    ready = threading.Event()
+    app = OpenAIApp(Service(checkpoint, config), lambda: LLMEngine(checkpoint, EngineConfig(**SETTINGS)))
+    http = HttpServer(app, listener, config, announce=lambda _: ready.set())
+    thread = threading.Thread(target=http.run)
+    thread.start()
+    try:
+        assert ready.wait(300)
+        client = openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none")
+        options = {"model": "eyes", "temperature": 0, "max_tokens": 6, "logit_bias": {"4": -100}}
+        for conversation, _ in CONVERSATIONS[:4]:
+            answer = client.chat.completions.create(messages=conversation, extra_body={"ignore_eos": True}, **options)
+            expected = llm.chat(conversation, GREEDY)[0]
+            assert answer.choices[0].message.content == expected.text
+            assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+        for parts, message in BAD:
+            with pytest.raises(openai.BadRequestError, match=message):
+                client.chat.completions.create(messages=[{"role": "user", "content": parts}], **options)
+    finally:
+        http.drain()
+        thread.join(60)

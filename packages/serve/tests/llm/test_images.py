@@ -1,0 +1,72 @@
+"""Rows of image features, and the positions of tokens around images."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from stack_core.abi.generation import PromptImage
+from stack_serve.llm.images import FeatureRows, images_of_rows, step_images
+from stack_serve.llm.sequence import Sequence
+
+
+def image(name, tokens, start=0, grid=None):
+    return PromptImage(start, tokens, None, name.encode(), grid)
+
+
+def row(images, start, tokens):
+    return SimpleNamespace(sequence=SimpleNamespace(images=images), start=start, tokens=tokens)
+
+
+def test_the_least_recently_used_images_are_replaced():
+    rows, (a, b, c) = FeatureRows(6), (image("a", 2), image("b", 3), image("c", 3))
+    assert rows.assign([a, b, a]) == [a, b]
+    assert rows[a].tolist() == [0, 1] and rows[b].tolist() == [2, 3, 4]
+    assert rows.assign([b]) == []
+    assert rows.assign([c]) == [c] and len(rows) == 2  # replaces a
+    with pytest.raises(KeyError):
+        rows[a]
+    taken = sorted([*rows[b], *rows[c]])
+    assert taken == sorted(set(taken)) and rows.capacity == 6
+    rows.clear()
+    assert rows.assign([a]) == [a]
+
+
+def test_the_pool_grows_for_a_step_with_more_images():
+    rows, images = FeatureRows(4), [image(name, 3) for name in "abc"]
+    rows.assign(images[:1])
+    assert rows.assign(images) == images[1:] and rows.capacity == 9
+    assert sorted(np.concatenate([rows[each] for each in images])) == list(range(9))
+
+
+def test_a_step_holds_parts_of_images():
+    first, second = image("a", 4, start=2), image("b", 3, start=7)
+    rows = FeatureRows(8)
+    step = [row([first, second], 3, 6), row([], 0, 2), row([first], 0, 2)]
+    found = images_of_rows(step)
+    assert found == [first, second]
+    rows.assign(found)
+    arrays = step_images(step, rows)
+    a, b = rows[first].tolist(), rows[second].tolist()
+    assert arrays.rows.tolist() == [*a[1:], -1, *b[:2], -1, -1, -1, -1]
+    assert arrays.ahead.tolist() == [2, 1, 0, 0, 2, 1, 0, 0, 0, 0]
+    assert arrays.positions[:, 0].tolist() == [3, 4, 5, 6, 7, 8, 0, 1, 0, 1]
+
+
+def test_positions_follow_grids():
+    images = (image("a", 6, start=2, grid=(2, 3)), image("b", 4, start=9, grid=(1, 4)))
+    whole = [(0, 0, 0), (1, 1, 1), *[(2, 2 + y, 2 + x) for y in range(2) for x in range(3)], (5, 5, 5)]
+    whole += [*[(6, 6, 6 + x) for x in range(4)], (10, 10, 10), (11, 11, 11)]
+    rows = FeatureRows(10)
+    rows.assign(images)
+    for start in range(len(whole) - 1):
+        found = step_images([row(images, start, len(whole) - start)], rows).positions
+        assert found.tolist() == [list(each) for each in whole[start:]]
+    fields = {"id": 0, "request_id": "", "index": 0, "tokens": [], "prompt_tokens": 0, "max_total_tokens": 99}
+    sequence = Sequence(**fields, priority=0, arrival=0, images=images)
+    assert [place - sequence.position_shift(place) for place in (0, 2, 8, 13, 40)] == [0, 2, 5, 10, 37]
+    # An image with a grid is causal: chunks may divide it.
+    assert sequence.image_boundary(4) == 4
+    sequence.images = (image("c", 6, start=2),)
+    assert [sequence.image_boundary(end) for end in (2, 4, 8)] == [2, 2, 8]
+    assert sequence.position_shift(20) == 0

@@ -206,7 +206,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationUpdate:
-    """New output of one continuation since its previous update; the last update has a `finish_reason`.
+    """New output of a continuation since its previous update; the last update has a `finish_reason`.
 
     Attributes:
       request_id: the request.

@@ -58,6 +58,11 @@ class Profile:
 
 
 @config
+class Kept:
+    what: Literal["all", "none"] | Inner = "all"
+
+
+@config
 class Numbers:
     flag: bool = False
     optional: int | None = None
@@ -285,3 +290,11 @@ def test_a_former_key_is_accepted_with_a_warning_that_names_the_new_one():
     assert with_current_keys(Renamed, former) == current  # a saved config: nobody to warn
     with pytest.raises(ConfigError, match=r"figure\.kind is the former name of figure\.shape"):
         parse(Renamed, {"figure": {"kind": "circle", "shape": "square"}})
+
+
+def test_a_value_of_no_type_of_a_union_has_one_answer_without_types_of_python():
+    with pytest.raises(ConfigError) as raised:
+        parse(Kept, {"what": "some"})
+    assert str(raised.value) == "what: Input should be 'all' or 'none', or a section of keys (given 'some')."
+    with pytest.raises(ConfigError, match=r"what.steps: Input should be greater than 0 \(given -1\)"):
+        parse(Kept, {"what": {"steps": -1}})

@@ -4,7 +4,7 @@ import json
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from stack_core.abi.config import Selected, config
 from stack_core.abi.errors import UnknownName
@@ -63,6 +63,30 @@ class Inner:
 
 
 @config
+class Linear:
+    """Linear scaling.
+
+    Attributes:
+      factor: the factor.
+    """
+
+    kind: Literal["linear"] = "linear"
+    factor: float = 2.0
+
+
+@config
+class Ramp:
+    """Scaling by a ramp.
+
+    Attributes:
+      start: where the ramp starts.
+    """
+
+    kind: Literal["ramp"] = "ramp"
+    start: int = 1
+
+
+@config
 class Root:
     """The config of a command.
 
@@ -70,11 +94,15 @@ class Root:
       model: the model.
       inner: options.
       steps: options of each step.
+      kept: names of kept values.
+      scaling: the scaling.
     """
 
     model: Annotated[Any, Selected(MODELS)]
     inner: Inner = Inner()
     steps: tuple[Small, ...] = ()
+    kept: Literal["none", "all"] | Small = "none"
+    scaling: Annotated[Linear | Ramp, Field(discriminator="kind")] | None = None
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +123,8 @@ def test_every_key_is_listed_with_type_default_and_text(capsys):
     found = listed(capsys)
     models = {"model.name", "model.width", "model.depth"}
     options = {"inner.low", "inner.high", "inner.mode"}
-    assert set(found) == models | options | {"steps", "steps[].width", "steps[].name"}
+    unions = {"kept", "kept.width", "kept.name", "scaling.kind", "scaling.factor", "scaling.start"}
+    assert set(found) == models | options | unions | {"steps", "steps[].width", "steps[].name"}
     assert set(listed(capsys, "inner.m")) == {"inner.mode"}
     assert found["inner.high"]["type"] == "float | None"
     assert found["inner.mode"]["type"] == "up | down"
@@ -105,6 +134,9 @@ def test_every_key_is_listed_with_type_default_and_text(capsys):
     assert found["model.width"]["text"] == "features of each token, which are many."
     assert found["model.depth"]["required"]
     assert found["model.name"]["type"] == "large | small"
+    assert (found["kept"]["type"], found["kept"]["default"]) == ("none | all | keys below", "none")
+    assert (found["scaling.kind"]["type"], found["scaling.kind"]["text"]) == ("linear | ramp", "the scaling.")
+    assert (found["scaling.start"]["selector"], found["scaling.start"]["selections"]) == ("scaling.kind", ["ramp"])
 
 
 def test_keys_of_a_selected_class_say_when_they_exist(capsys):

@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 C = TypeVar("C")
+_UNION_TYPE = re.compile(r"^[A-Z]\w*$|\[.*\]$")  # such as "NamedRemat" and "literal['none','full']"
 
 LocalPath = Annotated[str, pydantic.AfterValidator(lambda path: str(local_path(path)))]
 """The path of a file or directory."""
@@ -461,12 +462,15 @@ def _keys(hint: Any, value: Any, default: Any) -> tuple[str, ...]:
 
 
 def _explain(error: pydantic.ValidationError, path: str) -> str:
-    lines = []
+    problems: dict[tuple[str, str], list[str]] = {}  # a value of a union has a problem with each of its types
     for problem in error.errors():
-        where = ".".join(str(part) for part in (*filter(None, [path]), *problem["loc"]))
+        loc = [str(part) for part in (*filter(None, [path]), *problem["loc"])]
+        where = ".".join(part for part in loc if not _UNION_TYPE.search(part)) or "The config"
         if problem["type"] in ("missing", "missing_keyword_only_argument"):
-            lines.append(f"{where} is missing; it has no default.")
-        else:
-            message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
-            lines.append(f"{where or 'The config'}: {message} (given {problem['input']!r}).")
-    return "\n".join(lines)
+            problems[f"{where} is missing; it has no default.", ""] = []
+            continue
+        message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
+        message = "Input should be a section of keys" if problem["type"] == "dataclass_type" else message
+        problems.setdefault((f"{where}: ", f" (given {problem['input']!r})."), []).append(message)
+    texts = {key: ", or ".join(each).replace(", or Input should be ", ", or ") for key, each in problems.items()}
+    return "\n".join(start + text + end for (start, end), text in texts.items())

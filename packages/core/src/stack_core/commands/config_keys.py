@@ -21,7 +21,8 @@ __all__ = [
     "config_keys",
     "default_of",
     "entry_class",
-    "nested_class",
+    "nested_classes",
+    "options_of",
     "reads_config",
     "registered_classes",
 ]
@@ -142,8 +143,15 @@ def _keys_of(cls: type, parent: Key, outer: tuple[type, ...] = ()) -> Iterator[K
             yield dataclasses.replace(
                 place, name=f"{name}.{selected.key}", type=choices, default=plain, required=required, text=text
             )
-        elif (nested := nested_class(hint)) is not None:
-            yield from _keys_of(nested, place, outer)
+        elif nested := nested_classes(hint):
+            options = options_of(hint)
+            if any(each not in (*nested, type(None)) for each in options):
+                kinds = " | ".join([*(_type_text(each) for each in options if each not in nested), "keys below"])
+                plain = None if dataclasses.is_dataclass(default) else to_mapping(default)
+                yield dataclasses.replace(
+                    place, type=kinds, default=plain, required=required, text=texts.get(field.name, "")
+                )
+            yield from _keys_of_classes(hint, nested, place, outer, texts.get(field.name, ""))
         else:
             text = texts.get(field.name, "")
             yield dataclasses.replace(
@@ -151,6 +159,22 @@ def _keys_of(cls: type, parent: Key, outer: tuple[type, ...] = ()) -> Iterator[K
             )
             if (entry := entry_class(hint)) is not None:
                 yield from _keys_of(entry, dataclasses.replace(parent, name=f"{name}[]"), outer)
+
+
+def _keys_of_classes(
+    hint: Any, nested: Sequence[type], place: Key, outer: tuple[type, ...], text: str
+) -> Iterator[Key]:
+    """Lists the keys of a section; of several classes, by the values of the field that tells them apart."""
+    if (field := _discriminator(hint)) is None:
+        for kind in nested:
+            yield from _keys_of(kind, place, outer)
+        return
+    selector = f"{place.name}.{field}"
+    names = [typing.get_args(typing.get_type_hints(kind)[field])[0] for kind in nested]
+    yield dataclasses.replace(place, name=selector, type=" | ".join(names), text=text)
+    for name, kind in zip(names, nested, strict=True):
+        own = dataclasses.replace(place, selections=(name,), selector=selector)
+        yield from (key for key in _keys_of(kind, own, outer) if key.name != selector)
 
 
 def registered_classes(registry: Registry[Any]) -> Iterator[tuple[str, type, str]]:
@@ -172,11 +196,26 @@ def default_of(field: "dataclasses.Field[Any]") -> tuple[Any, bool]:
     return (None, True) if factory is dataclasses.MISSING else (factory(), False)
 
 
-def nested_class(hint: Any) -> type | None:
-    """Returns the config class of a section, also of an optional one."""
-    hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return next((each for each in options if isinstance(each, type) and dataclasses.is_dataclass(each)), None)
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """Returns the types of a union without their annotations; any other type is the only one."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return options_of(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(option for each in typing.get_args(hint) for option in options_of(each))
+    return (hint,)
+
+
+def nested_classes(hint: Any) -> list[type]:
+    """Returns the config classes that a field accepts."""
+    return [each for each in options_of(hint) if isinstance(each, type) and dataclasses.is_dataclass(each)]
+
+
+def _discriminator(hint: Any) -> str | None:
+    """Returns the field by which pydantic tells the classes of a union apart, or None."""
+    if typing.get_origin(hint) is typing.Annotated:
+        marks = (getattr(mark, "discriminator", None) for mark in hint.__metadata__)
+        return next((mark for mark in marks if isinstance(mark, str)), None)
+    return next((found for each in typing.get_args(hint) if (found := _discriminator(each))), None)
 
 
 def entry_class(hint: Any) -> type | None:
@@ -184,7 +223,7 @@ def entry_class(hint: Any) -> type | None:
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
     origin = typing.get_origin(hint)
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return next((found for each in typing.get_args(hint) if (found := nested_class(each))), None)
+        return next((found for each in typing.get_args(hint) for found in nested_classes(each)), None)
     return None
 
 

@@ -15,7 +15,8 @@ from stack_core.commands.config_keys import (
     attribute_texts,
     default_of,
     entry_class,
-    nested_class,
+    nested_classes,
+    options_of,
     reads_config,
     registered_classes,
 )
@@ -90,11 +91,9 @@ def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
 def _field(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if selected := mark_of(hint, Selected):
         return _selected(selected, definitions)
-    if (nested := nested_class(hint)) is not None:
-        options: list[Any] = [_reference(nested, definitions)]
-        inner = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
-        options += [_plain(each) for each in typing.get_args(inner) if not dataclasses.is_dataclass(each)]
-        return {"anyOf": options}
+    if nested := nested_classes(hint):
+        options = [_reference(each, definitions) for each in nested]
+        return {"anyOf": [*options, *(_plain(each) for each in options_of(hint) if each not in nested)]}
     if (entry := entry_class(hint)) is not None:
         return {"anyOf": [{"type": "array", "items": _reference(entry, definitions)}, {}]}
     return _plain(hint)

@@ -12,9 +12,11 @@ from flax import nnx
 from stack_core import ops
 from stack_core.abi.config import parse, to_mapping
 from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError
+from stack_core.abi.plugins import registries
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.models import decoder
 from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.nn.stack import NamedRemat
 
 TINY = LlamaConfig(vocab_size=61, embed=24, layers=3, heads=4, kv_heads=2, mlp=40, max_positions=32, dtype="float32")
 KEY = jax.random.key(0)
@@ -135,11 +137,52 @@ def test_remat_none_means_none_and_the_others_save_less():
     assert products["none"] == products["dots"] < products["dots_no_batch"] < products["full"]
 
 
-@pytest.mark.parametrize("remat", ["full", "dots_no_batch", pytest.param("dots", marks=pytest.mark.slow)])
+def test_named_values_are_kept_and_nothing_of_them_is_recomputed():
+    def names_in(remat):
+        return primitives(jax.grad(loss), dataclasses.replace(TINY, remat=remat))
+
+    def products(**kept):
+        names = names_in(NamedRemat(**kept) if kept else "full")
+        return names.count("dot_general") + names.count("ffi_call")
+
+    full = products()
+    assert products(save=("layer_input",)) == full
+    assert products(save=("query", "key", "value")) == full - 3
+    assert products(save=("attention",)) < full
+    # The products with the gate and up matrices.
+    assert products(save=("hidden",)) <= full - 2
+    every = ("query", "key", "value", "attention", "attention_output", "hidden")
+    copies = names_in(NamedRemat(offload=every)).count("device_put")
+    assert copies == 2 * len(every) and "device_put" not in names_in(NamedRemat(save=every))
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [
+        "full",
+        "dots_no_batch",
+        pytest.param("dots", marks=pytest.mark.slow),
+        NamedRemat(save=("attention", "hidden"), offload=("layer_input", "query")),
+    ],
+    ids=str,
+)
 def test_remat_leaves_the_gradient_as_it_is(remat):
     (_, expected), (_, actual) = (loss_and_gradients(build(remat=policy)) for policy in ("none", remat))
     for left, right in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
+
+
+def test_names_without_a_value_are_refused():
+    with pytest.raises(ConfigError, match=r"keeps no value.*layer_input, query"):
+        NamedRemat()
+    with pytest.raises(ConfigError, match="query in save and in offload"):
+        NamedRemat(save=("query",), offload=("query",))
+    mixture = registries.models["mixtral"]
+    sizes = {"vocab_size": 61, "embed": 16, "layers": 1, "heads": 2, "mlp": 16, "max_positions": 16}
+    config = mixture.config_class(name="mixtral", remat=NamedRemat(save=("hidden", "key")), **sizes)
+    model = jax.eval_shape(lambda: mixture.build(config, key=KEY))
+    with pytest.raises(ConfigError, match=r"names hidden, which no layer.*It has: layer_input, query, key"):
+        jax.eval_shape(lambda model: model(*tokens_and_positions()).hidden, model)
 
 
 def test_unrolled_layers_stand_in_no_loop_and_have_the_same_gradient():

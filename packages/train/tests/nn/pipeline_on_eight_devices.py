@@ -17,6 +17,7 @@ from stack_core.programs.hlo_costs import executed_flops
 from stack_train.models.bamba import BambaConfig
 from stack_train.models.llama import LlamaConfig
 from stack_train.nn.schedules import schedule
+from stack_train.nn.stack import NamedRemat
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
 from stack_train.step.precision import Precision
@@ -33,6 +34,7 @@ HYBRID = BambaConfig(
     mamba_head_dim=8,
     mamba_state=6,
 )
+KEPT = NamedRemat(save=("attention",), offload=("query", "hidden"))
 MICROBATCHES, SEQ = 4, 16
 FEW = (
     ("1f1b", 1, {"stage": 4, "fsdp": 2}),
@@ -82,7 +84,8 @@ def stages_give_the_gradients_of_one_device(chosen, model=MODEL):
     expected, loss = of(single, start, batch)
     evaluated = float(jax.jit(single.on_mesh(single.step.evaluate))(start.params, batch)["loss"])
     for name, chunks, sizes in chosen:
-        program = make_program(sizes, name, chunks, model=model)
+        kept = dataclasses.replace(model, remat=KEPT) if "tensor" in sizes else model
+        program = make_program(sizes, name, chunks, model=kept)
         found, of_stages = of(program, start, batch)
         where = f"{name}, {chunks} chunks, {sizes}"
         np.testing.assert_allclose(of_stages, loss, rtol=1e-6, err_msg=where)

@@ -207,6 +207,27 @@ def test_an_offloaded_or_rounded_optimizer_state_leaves_a_devices_memory(config_
     assert rounded.argument_bytes == pytest.approx(1 / 2 * whole.argument_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("v5p:2x2x1", marks=pytest.mark.tpu_aot), pytest.param("h100:1x1x4", marks=pytest.mark.gpu_aot)],
+)
+def test_offloaded_activations_leave_a_devices_memory(config_file, name):
+    def memory(remat):
+        changes = (
+            "model.layers=8",
+            "model.embed=256",
+            "data.seq_tokens=512",
+            "data.batch_size=16",
+            f"model.remat={remat}",
+        )
+        return compile_step(config_of(config_file, *changes), Target(name)).cost.memory
+
+    kept = "[layer_input, attention, hidden]"
+    saved, offloaded = memory(f"{{save: {kept}}}"), memory(f"{{offload: {kept}}}")
+    assert saved.host_bytes == 0 < offloaded.host_bytes
+    assert offloaded.temporary_bytes < 0.8 * saved.temporary_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in ("deepseek_v3", "llama3_70b")])

@@ -22,6 +22,7 @@ from stack_core.ops.dispatch.chosen import choices as choices
 from stack_core.ops.dispatch.explain import ExplainedCall as ExplainedCall
 from stack_core.ops.dispatch.explain import Explanation as Explanation
 from stack_core.ops.dispatch.explain import explain as explain
+from stack_core.ops.dispatch.remat import decided_by_op as decided_by_op
 from stack_core.ops.dispatch.remat import seen_into as seen_into
 from stack_core.ops.dispatch.request import Implementation as Implementation
 from stack_core.ops.dispatch.splitting import LogicalNames as LogicalNames

@@ -30,8 +30,8 @@ class ProgramMemory:
       aliased_bytes: size of the outputs that reuse the memory of donated arguments.
       temporary_bytes: largest size of temporaries at one time, beyond arguments and outputs.
       code_bytes: size of the program itself, if the backend reports it.
-      host_bytes: size of the arguments in the host's memory, such as an offloaded optimizer state. `total_bytes` leaves
-        them out.
+      host_bytes: size of arguments and temporaries in the host's memory, such as an offloaded optimizer state and
+        offloaded activations. `total_bytes` leaves them out.
     """
 
     argument_bytes: int
@@ -158,16 +158,17 @@ def program_memory(compiled: "jax.stages.Compiled", platform: str) -> ProgramMem
     if stats is None:
         raise HardwareError("The compiler does not report the program's memory usage; update jax and its plugins.")
     resident = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    # XLA's size of temporaries includes other memories, such as VMEM. Its peak covers only main memory, but is wrong
-    # on CPUs.
-    peak = 0 if platform == "cpu" else stats.peak_memory_in_bytes
+    # XLA's size of temporaries includes other memories, such as VMEM. Its peak does not, but is wrong on CPUs, and it
+    # counts temporaries in the host's memory.
+    is_peak_known = platform != "cpu" and not stats.host_temp_size_in_bytes
+    peak = stats.peak_memory_in_bytes if is_peak_known else 0
     return ProgramMemory(
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         aliased_bytes=stats.alias_size_in_bytes,
         temporary_bytes=peak - resident if peak > resident else stats.temp_size_in_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
-        host_bytes=stats.host_argument_size_in_bytes,
+        host_bytes=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
     )
 
 

@@ -25,7 +25,7 @@ from stack_train.nn.groups import Group, groups_of
 from stack_train.nn.linear import FloatName, head_of, lookup
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import STREAM, Norm, ResidualStream, Rows, gather_sequence, shard_residual
-from stack_train.nn.stack import RematPolicy, scan_layers
+from stack_train.nn.stack import NamedRemat, RematPolicy, check_names, named, scan_layers
 
 __all__ = ["Block", "Decoder", "DecoderConfig", "DecoderSpec", "Layer", "MultiTokenLayer"]
 
@@ -53,7 +53,8 @@ class DecoderConfig:
       param_dtype: dtype of parameters without an optimizer, in inference and exports; `precision.params` is the dtype
         of trained parameters.
       remat: values of each layer that are saved for the backward pass; the others are recomputed. "none" saves all,
-        "dots" matrix products, "dots_no_batch" matrix products except attention's, "full" only the layer's input.
+        "dots" matrix products, "dots_no_batch" matrix products except attention's, "full" only the layer's input. Or
+        values by name, {save: [query, key, value], offload: [layer_input]}, the offloaded ones in the host's memory.
       unroll: compiles every layer separately in training instead of a loop, which makes steps faster and compilation
         slower. None does so for up to 32 layers on a single GPU.
       context_keys: exchange between the `mesh.context` devices that share a sequence: "ring" receives one device's keys
@@ -76,7 +77,7 @@ class DecoderConfig:
     initializer_std: PositiveFloat = 0.02
     dtype: FloatName = "bfloat16"
     param_dtype: FloatName = "float32"
-    remat: RematPolicy = "none"
+    remat: RematPolicy | NamedRemat = "none"
     unroll: bool | None = None
     context_keys: ContextKeys = "ring"
 
@@ -175,9 +176,10 @@ class Block(nnx.Module):
     def __call__(
         self, stream: ResidualStream, rows: Rows, cache: KVCache | None, layer_cache: Any
     ) -> tuple[ResidualStream, Any, Facts]:
-        normed, x = self._input(stream, self.attention_norm)
+        normed, x = self._input(replace(stream, x=named(stream.x, "layer_input")), self.attention_norm)
         added, layer_cache = self.attention(gather_sequence(normed), rows, cache, layer_cache)
-        normed, x = self._input(self._add(x, added, self.attention_output_norm), self.feed_forward_norm)
+        stream = self._add(x, named(added, "attention_output"), self.attention_output_norm)
+        normed, x = self._input(stream, self.feed_forward_norm)
         added, facts = self.feed_forward(gather_sequence(normed), rows)
         return self._add(x, added, self.feed_forward_output_norm), layer_cache, facts
 
@@ -290,7 +292,7 @@ class Decoder(nnx.Module):
             return self._outputs(run, tokens, Rows(positions, None, *of_images), cache, images)
         segment_ids = None if segment_ids is None else to_zigzag(segment_ids)
         tokens, positions = to_zigzag(tokens), to_zigzag(positions)
-        with shared_rows():
+        with shared_rows(), check_names(self.config.remat):
             outputs = self._outputs(run, tokens, Rows(positions, segment_ids, *of_images), None, images)
         return replace(outputs, hidden=from_zigzag(outputs.hidden))
 

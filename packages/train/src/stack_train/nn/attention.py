@@ -15,6 +15,7 @@ from stack_core.abi.mesh import LogicalAxes, constrain
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, attend
 from stack_train.nn.residual import Hidden, Rows
+from stack_train.nn.stack import named
 
 __all__ = ["Attention", "GroupedAttention", "Mixer", "Rope", "Temperature"]
 
@@ -214,6 +215,7 @@ class GroupedAttention(nnx.Module):
         key = self._normed(self.key(x), self.key_norm, "act_kv_heads")
         key = self._rotated(self._heads(key, "act_kv_heads", "keys"), self.key_norm, rows, _KV_HEADS)
         value = self._heads(self.value(x), "act_kv_heads", "values")
+        query, key, value = named(query, "query"), named(key, "key"), named(value, "value")
         sinks = None if self.sinks is None else self.sinks[...]
         # Only calls with images pass it, which other caches may not know.
         images = {} if rows.ahead is None else {"ahead": rows.ahead}
@@ -236,7 +238,7 @@ class GroupedAttention(nnx.Module):
             output, layer_cache = cache.attend(layer_cache, query, key, value, spec.op_spec, sinks=sinks, **images)
         if gate is not None:
             output = output * jax.nn.sigmoid(gate)
-        return self.output(output.reshape(*x.shape[:2], -1)), layer_cache
+        return self.output(named(output.reshape(*x.shape[:2], -1), "attention", by_op=True)), layer_cache
 
     def _heads(
         self, x: Float[Array, "batch seq features"], axis: str, name: str

@@ -12,6 +12,7 @@ from stack_core.ops.building import ACTIVATIONS
 from stack_train.nn.build import Build
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Rows
+from stack_train.nn.stack import named
 
 __all__ = ["Activation", "Facts", "FeedForward", "Gated", "Plain", "TokenLayer"]
 
@@ -62,9 +63,9 @@ class FeedForward(nnx.Module):
         if self.gate.bias is None:
             gate, up = (read_weight(linear.kernel, x.dtype) for linear in (self.gate, self.up))
             axes = {"x": ("batch", "seq", "act_embed"), "w_gate": self.gate.axes, "w_up": self.up.axes}
-            gated = ops.gated_linear_unit(x, gate, up, activation=activation, axes=axes)
-        else:
-            gated = ACTIVATIONS[activation](self.gate(x)) * self.up(x)  # the op does not support biases
+            gated = named(ops.gated_linear_unit(x, gate, up, activation=activation, axes=axes), "hidden", by_op=True)
+        else:  # the op does not support biases
+            gated = ACTIVATIONS[activation](named(self.gate(x), "hidden")) * named(self.up(x), "hidden")
         return self.down(constrain(gated, "batch", "seq", "act_mlp", name="gated activations")), {}
 
 
@@ -96,5 +97,5 @@ class PlainFeedForward(nnx.Module):
 
     def __call__(self, x: Hidden, rows: Rows) -> tuple[Hidden, Facts]:
         del rows
-        wide = ACTIVATIONS[self.spec.activation](self.up(x))
+        wide = ACTIVATIONS[self.spec.activation](named(self.up(x), "hidden"))
         return self.down(constrain(wide, "batch", "seq", "act_mlp", name="activations")), {}

@@ -18,6 +18,7 @@ from stack_train.nn.build import Build
 from stack_train.nn.context import ContextKeys, attend
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Norm, Rows
+from stack_train.nn.stack import named
 
 __all__ = ["LatentAttention", "MultiHeadLatentAttention"]
 
@@ -90,7 +91,7 @@ class MultiHeadLatentAttention(nnx.Module):
             output = self._unfolded(jnp.concatenate([still, turning], axis=-1), latent, key, rows)
         else:
             output, layer_cache = self._absorbed(still, turning, latent, key, cache, layer_cache)
-        return self.output(output.reshape(*shape, -1)), layer_cache
+        return self.output(named(output.reshape(*shape, -1), "attention", by_op=True)), layer_cache
 
     def _queries(self, x: Hidden) -> jax.Array:
         if self.query_down is None or self.query_up is None:

@@ -47,7 +47,11 @@ class _Run(Callee):
     forward: Forward
 
     def __repr__(self) -> str:
-        return f"{self.forward.request.op.name}/{self.forward.plan.forward.implementation.name}"
+        return f"{self.op_name}/{self.forward.plan.forward.implementation.name}"
+
+    @property
+    def op_name(self) -> str:
+        return self.forward.request.op.name
 
     @property
     def is_shared(self) -> bool:

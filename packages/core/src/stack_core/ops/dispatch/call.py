@@ -28,6 +28,11 @@ class Callee(abc.ABC):
     def is_shared(self) -> bool:
         """Whether later calls with an equal callee reuse the traced functions."""
 
+    @property
+    def op_name(self) -> str | None:
+        """Name of the op whose result and residuals the call returns; None for gradients."""
+        return None
+
     @abc.abstractmethod
     def derivative(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Returns the results and their tangents; zero tangents are `ad.Zero` in arguments and results."""

@@ -1,12 +1,12 @@
 """Policies of `jax.checkpoint` for calls of ops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stack_core.programs.flops import inner_jaxprs
 from stack_core.programs.jaxprs import equations_of
 
-__all__ = ["seen_into"]
+__all__ = ["decided_by_op", "seen_into"]
 
 _Policy = Callable[..., Any]
 
@@ -26,6 +26,23 @@ def seen_into(policy: _Policy) -> _Policy:
         return any(_saves(policy, each) for each in inner_jaxprs(params.values()))
 
     return sees
+
+
+def decided_by_op(decisions: Mapping[str, Any], policy: _Policy) -> _Policy:
+    """Returns a policy for `jax.checkpoint` with a decision for calls of some ops, and `policy` for everything else.
+
+    A saved call keeps the op's result and the residuals of its implementation, so the backward pass repeats nothing
+    of it.
+
+    Args:
+      decisions: `True` or a request to offload, by the name of the op.
+    """
+
+    def decide(primitive: Any, *operands: Any, **params: Any) -> Any:
+        name = params["callee"].op_name if primitive.name == "stack_call" else None
+        return decisions[name] if name in decisions else policy(primitive, *operands, **params)
+
+    return decide
 
 
 def _saves(policy: _Policy, jaxpr: Any) -> bool:

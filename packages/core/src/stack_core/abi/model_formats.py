@@ -53,7 +53,7 @@ def open_for_generation(address: str, *, encoders: bool = False, sources: bool =
     if not sources and getattr(checkpoint, "start_token", None) is not None:
         raise GenerationError(
             f"{address} is an encoder-decoder: it generates a target from a source text and continues no prompt. Use "
-            "stack generate or stack_train.load(...).generate."
+            "stack generate."
         )
     return checkpoint
 

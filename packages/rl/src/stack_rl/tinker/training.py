@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat
 
-from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import config
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import CheckpointError, TrainingError
 from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.runtime.atomic_directory import atomic_directory
 from stack_rl.tinker.adapters import ALPHA, Factors, adapted
 from stack_rl.tinker.datums import batched, checked
 from stack_rl.tinker.losses import LOSSES, loss_settings

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
-from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import parse
 from stack_core.abi.errors import BundleError
+from stack_core.runtime.atomic_directory import atomic_directory
 from stack_serve.bundle import calls, examples, opened, weights
 from stack_serve.bundle.independence import find_dependence
 from stack_serve.bundle.integrity import MANIFEST, MANIFEST_DIGEST, digest_line, digest_of

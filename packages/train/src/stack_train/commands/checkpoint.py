@@ -119,8 +119,8 @@ def average(
       sources: checkpoints, or runs for their newest checkpoints; with `last`, a single run.
       last: number of the newest complete checkpoints of one run to average.
     """
-    from stack_core.abi.atomic_directory import atomic_directory
     from stack_core.abi.config import to_yaml
+    from stack_core.runtime.atomic_directory import atomic_directory
     from stack_train.checkpoint.inspection import averaged, run_of
     from stack_train.checkpoint.store import CheckpointStore
     from stack_train.optim.optax_optimizer import as_optimizer

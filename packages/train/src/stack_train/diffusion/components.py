@@ -12,10 +12,10 @@ import numpy as np
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
 
-from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError, ConversionError
 from stack_core.abi.models import ModelFamily
+from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.models.reader import Reader, Setting
 from stack_train.safetensors_files import StoredTensor, TensorSpec, plan_shards, read_tensors, write_shards
 from stack_train.variables.model_variables import ModelVariables, values_of

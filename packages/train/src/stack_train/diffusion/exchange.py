@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import to_yaml
 from stack_core.abi.errors import ConversionError
 from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.checkpoint import CheckpointStore
 from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.data.kinds.images import ImagesData

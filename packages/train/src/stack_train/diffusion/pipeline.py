@@ -10,8 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.errors import ConversionError
+from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.diffusion import autoencoder_kl, clip, flux, t5, unet
 from stack_train.diffusion.autoencoder_kl import AutoencoderKl
 from stack_train.diffusion.components import Component, load_component, save_component

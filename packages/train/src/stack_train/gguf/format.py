@@ -14,7 +14,6 @@ import numpy as np
 
 from stack_core import ops
 from stack_core.abi.adapters import Adapters
-from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import parse, to_yaml
 from stack_core.abi.errors import ConfigError, ConversionError
 from stack_core.abi.formats import Conversion, Progress
@@ -22,6 +21,7 @@ from stack_core.abi.installing import install_command
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.chips.machine import usable_cores
+from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer

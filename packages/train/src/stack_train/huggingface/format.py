@@ -16,13 +16,13 @@ from flax import nnx
 from flax.nnx.traversals import flatten_mapping
 
 from stack_core.abi.adapters import Adapters
-from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import to_yaml
 from stack_core.abi.errors import ConversionError
 from stack_core.abi.formats import Conversion, Progress, StartingPoint
 from stack_core.abi.models import ConvertibleFamily
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.runtime.atomic_directory import atomic_directory
 from stack_core.text.image_models import ImageModel
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.checkpoint.frozen import FROZEN

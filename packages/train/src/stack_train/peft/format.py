@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from stack_core.abi.adapters import Adapters
-from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import to_yaml
 from stack_core.abi.errors import ConversionError
 from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.runtime.atomic_directory import atomic_directory
 from stack_core.runtime.digest import array_digests
 from stack_train.checkpoint import CheckpointStore
 from stack_train.checkpoint.leaves import LeafSpec

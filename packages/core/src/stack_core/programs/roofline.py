@@ -66,14 +66,14 @@ class Roofline:
 
     @property
     def step_s(self) -> float | None:
-        """Longest of the three times; None unless all are known."""
+        """Longest of the three times; None if one is unknown."""
         terms = (self.compute_s, self.memory_s, self.network_s)
         known = [term for term in terms if term is not None]
         return max(known) if len(known) == len(terms) else None
 
     @property
     def binding(self) -> str | None:
-        """Name of the longest time: "compute", "memory" or "network"; None unless all are known."""
+        """Name of the longest time: "compute", "memory" or "network"; None if a time is unknown."""
         terms = {"compute": self.compute_s, "memory": self.memory_s, "network": self.network_s}
         return next((name for name, term in terms.items() if term is not None and term == self.step_s), None)
 

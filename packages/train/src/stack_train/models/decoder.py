@@ -103,6 +103,11 @@ class DecoderConfig:
         """Width of a head."""
         return self.embed // self.heads if self.head_dim is None else self.head_dim
 
+    @property
+    def tower_remat(self) -> RematPolicy:
+        """Saved values of layers outside of the decoder, such as a vision tower's, whose values have no names."""
+        return self.remat if isinstance(self.remat, str) else "full"
+
     def attention(self, **fields: Any) -> Attention:
         """Returns attention of this size; `fields` sets or overrides fields of `Attention`."""
         own: dict[str, Any] = {

@@ -135,7 +135,7 @@ class Gemma3Vision(Decoder):
             std=config.initializer_std,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
-            remat=config.remat,
+            remat=config.tower_remat,
             key=tower_key,
         )
         self.projector = Projector(config, key=projector_key)

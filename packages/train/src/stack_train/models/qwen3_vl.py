@@ -148,7 +148,7 @@ class Qwen3VL(Decoder):
             std=config.initializer_std,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
-            remat=config.remat,
+            remat=config.tower_remat,
             # The decoder folds in small numbers only.
             key=jax.random.fold_in(key, 2**31 - 1),
         )

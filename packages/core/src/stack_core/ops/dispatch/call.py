@@ -26,7 +26,7 @@ class Callee(abc.ABC):
     @property
     @abc.abstractmethod
     def is_shared(self) -> bool:
-        """Whether later calls with an equal callee reuse the traced functions."""
+        """True if later calls with an equal callee reuse the traced functions."""
 
     @property
     def op_name(self) -> str | None:

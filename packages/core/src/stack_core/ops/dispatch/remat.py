@@ -31,8 +31,8 @@ def seen_into(policy: _Policy) -> _Policy:
 def decided_by_op(decisions: Mapping[str, Any], policy: _Policy) -> _Policy:
     """Returns a policy for `jax.checkpoint` with a decision for calls of some ops, and `policy` for everything else.
 
-    A saved call keeps the op's result and the residuals of its implementation, so the backward pass repeats nothing
-    of it.
+    A saved call keeps the op's result and the residuals of its implementation, so the backward pass does not repeat it
+    for either.
 
     Args:
       decisions: `True` or a request to offload, by the name of the op.

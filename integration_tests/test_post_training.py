@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from stack_core.abi.config import apply_overrides, parse
+from stack_core.abi.errors import DataError
+from stack_quant import quantize
 from stack_train.run.config import RunConfig
 from stack_train.run.train import train
 
@@ -107,6 +109,12 @@ def test_dpo_raises_the_margin_of_held_out_pairs_and_resumes_bitwise(base, templ
     ends = [(tmp_path / name / "checkpoints" / "00000012" / "manifest.json").read_text() for name in ("cut", "whole")]
     leaves = [json.loads(end)["content"]["leaves"] for end in ends]
     assert leaves[0] == leaves[1]
+
+    result = quantize(tmp_path / "whole", "w8a8", calibration_batches=2)
+    assert result.targets == 8 and result.loss_after == pytest.approx(result.loss_before, rel=0.1)
+    (tmp_path / "whole" / "reference_logprobs.npz").unlink()
+    with pytest.raises(DataError, match=r"reference_logprobs.npz cannot be read.*Restore the file"):
+        quantize(tmp_path / "whole", "w8a8", out=tmp_path / "other", calibration_batches=2)
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ import pytest
 from flax.nnx.traversals import flatten_mapping
 
 from stack_core.abi.config import apply_overrides, load_yaml, parse
-from stack_core.abi.errors import ConfigError, StackError, UnknownName
+from stack_core.abi.errors import ConfigError, ConversionError, StackError, UnknownName
 from stack_core.abi.policy import PolicyBatches
+from stack_quant import quantize
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.rollouts import RolloutData
@@ -377,6 +378,9 @@ def test_ppo_trains_its_critic_with_the_policy_and_resumes_bitwise(tmp_path):
     assert all(each["critic_grad_norm"] > 0 for each in theirs)
     digests = [_digests(tmp_path / name / "checkpoints" / "00000004") for name in ("cut", "whole")]
     assert digests[0] == digests[1] and "further/critic/params/kernel" in digests[0]
+
+    with pytest.raises(ConversionError, match=r"made by the policy in training.*--data SOURCE"):
+        quantize(tmp_path / "whole", "w4")
 
 
 def test_a_policy_published_in_bfloat16_is_updated_and_sampled_in_float32(tmp_path):

@@ -16,13 +16,16 @@ from stack_core.abi.errors import ConversionError
 from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.metrics import Metrics
 from stack_core.abi.objectives import Objective
+from stack_core.abi.policy import PolicyBatches
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.atomic_directory import atomic_directory
 from stack_core.text.image_models import ImageModel
 from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.data.kinds.preferences import PreferenceBatches
+from stack_train.data.kinds.text import TextData
 from stack_train.diffusion.objectives import Denoises
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
-from stack_train.objectives import as_objective
+from stack_train.objectives import CausalLMConfig, as_objective
 from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, batches_of, run_config
 from stack_train.run.model import abstract_model, holds_codes, stored_model
@@ -50,6 +53,7 @@ class TrainedLanguageModel:
       tokenizer: directory of the tokenizer used in training.
       step: number of training steps done.
       copy_files: function that copies the tokenizer and other accompanying files to a run directory.
+      directory: directory of the run, which may have scores of its data; None for other formats.
     """
 
     model: Any
@@ -57,13 +61,14 @@ class TrainedLanguageModel:
     tokenizer: Path
     step: int
     copy_files: Callable[[RunDirectory], object]
+    directory: Path | None = None
 
     @property
     def sections(self) -> Mapping[str, Any]:
         return self.config.sections
 
     def training_batches(self) -> Iterator[Batch]:
-        return map(_for_the_device, self._data.train_iterator())
+        return (_in_rows(_for_the_device(batch)) for batch in self._data.train_iterator())
 
     def validation_batches(self) -> Iterator[Batch]:
         return map(_for_the_device, self._data.validation_batches())
@@ -96,7 +101,15 @@ class TrainedLanguageModel:
     @cached_property
     def _data(self) -> Batches:
         data = with_tokenizer(self.config.data, self.tokenizer)
-        return batches_of(data, self.config.objective).build(seed=self.config.run.seed, model=self.config.model)
+        batches = batches_of(data, self.config.objective).build(seed=self.config.run.seed, model=self.config.model)
+        if isinstance(batches, PreferenceBatches) and self.directory is not None:
+            batches.read_scores(self.directory)
+        elif isinstance(batches, PolicyBatches):
+            raise ConversionError(
+                f"Data of kind {data.name!r} are made by the policy in training, and cannot be read again. Give "
+                "documents in their place: --data SOURCE, such as --data text:notes/*.txt."
+            )
+        return batches
 
     @cached_property
     def _objective(self) -> Objective:
@@ -113,7 +126,8 @@ class RunFormat:
         """Opens the newest intact checkpoint of a run in floating point, with adapters merged.
 
         Args:
-          data: address of the documents to use instead of the run's; None for the run's.
+          data: address of the documents to use instead of the run's; None for the run's. Data without a source, such
+            as rollouts, are replaced by texts, with the loss of a language model.
 
         Raises:
           ConversionError: the run's checkpoints hold quantized parameters.
@@ -127,7 +141,7 @@ class RunFormat:
                 f"{' and '.join(transform_names(config))} of its config. Give the run that it was quantized from."
             )
         if data is not None:
-            config = replace(config, data=_from_source(config.data, data))
+            config = _on_documents(config, data, directory)
         run = RunDirectory(directory)
 
         def copy_files(destination: RunDirectory) -> None:
@@ -140,7 +154,7 @@ class RunFormat:
         if transform_of(config).merges:  # The merged adapters are now part of the matrices, so their section goes.
             others = {name: section for name, section in config.sections.items() if name not in transform_names(config)}
             config = replace(config, sections=others)
-        return TrainedLanguageModel(model, config, run.tokenizer, step, copy_files)
+        return TrainedLanguageModel(model, config, run.tokenizer, step, copy_files, directory)
 
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
         """Opens a run for generation, quantized if its parameters are stored quantized.
@@ -239,11 +253,20 @@ class RunFormat:
 RUN_FORMAT = RunFormat()
 
 
-def _from_source(data: Any, source: str) -> Any:
-    """Replaces the source of a data config; raises a ConversionError for kinds without a source."""
-    if "source" not in {field.name for field in fields(data)}:
-        raise ConversionError(f"Data of kind {data.name!r} has no source that --data could replace.")
-    return replace(data, source=source)
+def _on_documents(config: RunConfig, source: str, directory: Path) -> RunConfig:
+    """Replaces the source of a run's data; of rollouts, which have none, the data and the objective."""
+    if "source" in {field.name for field in fields(config.data)}:
+        return replace(config, data=replace(config.data, source=source))
+    texts = TextData(source=source, tokenizer=str(RunDirectory(directory).tokenizer))
+    texts = replace(texts, seq_tokens=min(texts.seq_tokens, config.model.max_positions))
+    return replace(config, data=texts, objective=CausalLMConfig())
+
+
+def _in_rows(batch: Batch) -> Batch:
+    """Flattens the two answers of preferences, [batch, 2, seq], to rows of tokens, which a model takes."""
+    if batch["tokens"].ndim < 3:
+        return batch
+    return {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items() if array.ndim == 3}
 
 
 def _for_the_device(batch: Batch) -> Batch:

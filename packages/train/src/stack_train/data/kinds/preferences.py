@@ -184,6 +184,11 @@ class PreferenceBatches(ProcessRows, PolicyBatches):
                 np.savez(partial, digests=self._pair_digests, logprobs=self._reference)
                 partial.replace(kept)
 
+    def read_scores(self, directory: Path) -> None:
+        """Loads the scores that a run has stored; raises a DataError if they are missing, damaged or incomplete."""
+        if self._config.reference:
+            self._reference = self._read_reference(directory / _REFERENCE)
+
     def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
         """Names the record of each row."""
         return [self._pairs[self._training[row_id % len(self._training)]].chosen.name for row_id in map(int, row_ids)]

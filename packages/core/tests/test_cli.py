@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from cyclopts import Parameter
 
-from stack_core import cli
+from stack_core import cli, command_names
 from stack_core.abi.errors import ConfigError, HardwareError
 from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR
 from stack_core.abi.registry import Entry, Registry
@@ -105,7 +105,8 @@ def run(monkeypatch, capsys):
     def with_commands(*names):
         entries = {name: Entry(name, ops_command, "acme", {"help": f"Help of {name}."}) for name in names}
         registry = Registry("commands", lambda: (entries, {}))
-        monkeypatch.setattr(cli, "registries", types.SimpleNamespace(commands=registry))
+        for module in (cli, command_names):
+            monkeypatch.setattr(module, "registries", types.SimpleNamespace(commands=registry))
 
         def stack(*arguments):
             try:

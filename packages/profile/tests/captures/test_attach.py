@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -20,7 +21,7 @@ from stack_core.cli import main
 from stack_profile import CaptureError, load_trace
 from stack_profile.captures import addresses
 from stack_profile.captures.addresses import Address
-from stack_profile.captures.attach import address_of, attach, attachable, find_process
+from stack_profile.captures.attach import address_of, attach, attachable, find_processes
 
 PROGRAM = """
 import sys, time
@@ -113,8 +114,8 @@ def test_a_server_is_found_by_its_address_and_a_run_by_its_directory(tmp_path, c
     with socket.create_server(("127.0.0.1", 0)) as server, stack_profile.listen(run=tmp_path / "run") as run:
         port = server.getsockname()[1]
         for address in (f"127.0.0.1:{port}", f"http://localhost:{port}/v1"):
-            assert find_process(address).pid == os.getpid()
-        assert find_process(str(tmp_path / "missing" / ".." / "run")) == run.address
+            assert [each.pid for each in find_processes(address)] == [os.getpid()]
+        assert find_processes(str(tmp_path / "missing" / ".." / "run")) == [run.address]
         main(["profile", "attach", str(tmp_path / "run"), "--duration-s", "0.1", "--out", str(tmp_path / "out")])
         assert load_trace(capsys.readouterr().out.strip()).about["pid"] == os.getpid()
         other = start(60)
@@ -123,7 +124,16 @@ def test_a_server_is_found_by_its_address_and_a_run_by_its_directory(tmp_path, c
         assert f"{other.pid} (" in capsys.readouterr().err, "the message lists what listens"
     for wrong in (f"127.0.0.1:{port}", f"other.host:{port}", "nobody"):
         with pytest.raises(CaptureError, match="nor the directory of such a run"):
-            find_process(wrong)
+            find_processes(wrong)
+
+
+def test_all_processes_of_a_run_are_captured(tmp_path, capsys, start):
+    jnp.ones(3).block_until_ready()
+    other = start(60, PROGRAM.replace("listen()", f"listen(run=__import__('pathlib').Path({str(tmp_path)!r}))"))
+    with stack_profile.listen(run=tmp_path):
+        main(["profile", "attach", str(tmp_path), "--duration-s", "0.1", "--out", str(tmp_path / "out")])
+    pids = [load_trace(path).about["pid"] for path in map(Path, capsys.readouterr().out.split())]
+    assert sorted(pids) == sorted([os.getpid(), other.pid])
 
 
 def test_a_program_that_ends_leaves_what_was_captured_and_says_that_it_is_partial(tmp_path, start):

@@ -14,7 +14,7 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.event_bus import EventBus, ObserverContext, observers_from
 from stack_core.abi.events import RunFailed, RunStarted, StepFinished, StepStarted
 from stack_core.abi.plugins import registries
-from stack_profile.captures.attach import address_of, attach, attachable, find_process
+from stack_profile.captures.attach import address_of, attach, attachable, find_processes
 from stack_profile.captures.capture import CaptureWarning
 from stack_profile.captures.observer import ProfileConfig
 from stack_profile.captures.ring import stored_captures
@@ -123,8 +123,8 @@ def test_a_run_that_listens_is_captured_on_demand_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with observed(tmp_path, steps=0, listen=True) as bus:
         train(bus, tmp_path, steps=12)
-        assert find_process(str(tmp_path)) == address_of(os.getpid())
-        (result,) = attach([find_process(str(tmp_path))], out=tmp_path / "out", duration_s=0.1)
+        assert find_processes(str(tmp_path)) == [address_of(os.getpid())]
+        (result,) = attach(find_processes(str(tmp_path)), out=tmp_path / "out", duration_s=0.1)
     assert result.problem is None and attachable() == []
     assert not (tmp_path / "profile").exists()
 

@@ -18,7 +18,7 @@ from stack_profile.captures.listener import LOOPBACK, CaptureRequest
 from stack_profile.captures.stacks import STACKS_HZ
 from stack_profile.errors import CaptureError
 
-__all__ = ["Attached", "address_of", "attach", "attachable", "find_process"]
+__all__ = ["Attached", "address_of", "attach", "attachable", "find_processes"]
 
 _PING_S: Final = 2.0
 _WRITE_S: Final = 300.0  # enough to encode and write a capture of hours
@@ -76,8 +76,8 @@ def address_of(pid: int) -> Address:
     return listening[pid]
 
 
-def find_process(text: str) -> Address:
-    """Returns the address of a listening process by its number, its run's directory, or the address of its server.
+def find_processes(text: str) -> list[Address]:
+    """Returns the addresses of listening processes by their number, run or server; a run or server may have several.
 
     Args:
       text: a process ID, a directory, or an address such as "127.0.0.1:8000" or "http://localhost:8000/v1".
@@ -86,7 +86,7 @@ def find_process(text: str) -> Address:
       CaptureError: no listening process matches.
     """
     if text.isdecimal():
-        return address_of(int(text))
+        return [address_of(int(text))]
     listening = attachable()
     match = _SERVER.fullmatch(text)
     if match:
@@ -99,7 +99,7 @@ def find_process(text: str) -> Address:
             f"{text!r} is neither the number of a process that listens, nor the directory of such a run, nor the "
             f"address of such a server on this machine. Processes that listen: {listed}."
         )
-    return found[0]
+    return found
 
 
 _SERVER: Final = re.compile(r"(?:https?://)?(?:127\.0\.0\.1|localhost|0\.0\.0\.0|\[::1?\]):(\d+)(?:/.*)?")

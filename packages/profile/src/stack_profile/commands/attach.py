@@ -1,6 +1,7 @@
 """`stack profile attach`: captures running processes that listen for requests."""
 
 import dataclasses
+import itertools
 import json as json_format
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stack_profile.captures.addresses import Address
-from stack_profile.captures.attach import Attached, attachable, find_process
+from stack_profile.captures.attach import Attached, attachable, find_processes
 from stack_profile.captures.attach import attach as attach_to
 from stack_profile.captures.stacks import STACKS_HZ
 from stack_profile.errors import CaptureError
@@ -34,8 +35,8 @@ def attach(
     stack_profile.listen().
 
     Args:
-      processes: process IDs, directories of runs, or addresses of servers such as 127.0.0.1:8000; several make one
-        trace.
+      processes: process IDs, directories of runs with all their processes on this machine, or addresses of servers
+        such as 127.0.0.1:8000; several make one trace.
       out: directory of the capture, which the processes write.
       duration_s: seconds to capture.
       name: name of the capture, by default the time.
@@ -50,7 +51,7 @@ def attach(
     if port is not None and token is not None:
         targets: Sequence[Address] = [Address(0, port, token)]
     elif processes:
-        targets = list(dict.fromkeys(map(find_process, processes)))
+        targets = list(dict.fromkeys(itertools.chain.from_iterable(map(find_processes, processes))))
     else:
         _list(attachable(), json=json)
         return

@@ -11,12 +11,13 @@ import stack_profile
 from stack_core.cli import main
 from stack_profile.analyses.python_heap import python_heap
 from stack_profile.captures.python_heap import load_memray
+from stack_profile.captures.recording import Recording
 from stack_profile.errors import CaptureError
 from stack_profile.report.page import page, sections
 from stack_profile.traces.trace import load_trace
 
 SCRIPT = """
-import time
+import threading, time
 import jax, numpy as np
 
 def table():
@@ -26,7 +27,8 @@ def records():
     return [bytes(1000) for _ in range(10_000)]  # 10 MB
 
 jax.devices()
-time.sleep(0.5)  # the capture begins meanwhile
+while all(thread.name != "capture-stacks" for thread in threading.enumerate()):
+    time.sleep(0.01)  # the capture starts memray, and then this thread
 temporary = bytearray(20_000_000)
 del temporary
 kept = table(), records()
@@ -42,7 +44,9 @@ def tracked(tmp_path_factory):
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "stack_core", "profile", "run", "--python-heap", "--out", "out", "script.py"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -90,6 +94,22 @@ def test_a_second_tracker_is_refused_and_the_profiler_is_free_again(tmp_path):
     with stack_profile.capture(tmp_path / "out", stacks_hz=0.0) as captured:
         pass
     assert captured.wait().exists()
+    assert not list((tmp_path / "out").rglob("*.heap.bin"))
+
+
+def test_a_capture_whose_recording_is_lost_leaves_no_file_of_memray(tmp_path, monkeypatch):
+    pytest.importorskip("memray", reason="needs stack-profile[memray]")
+
+    def lose(recording):
+        raise CaptureError("The recording is lost.")
+
+    monkeypatch.setattr(Recording, "data", lose)
+    with pytest.warns(stack_profile.CaptureWarning, match="The recording is lost"):
+        with stack_profile.capture(tmp_path, stacks_hz=0.0, python_heap=True) as captured:
+            pass
+        with pytest.raises(CaptureError, match="The recording is lost"):
+            captured.wait()
+    assert not list(tmp_path.rglob("*.heap.bin"))
 
 
 def test_without_memray_the_error_names_the_extra(tmp_path, monkeypatch, capsys):

@@ -225,6 +225,8 @@ class Capture(contextlib.ContextDecorator):
         except OSError as error:
             self._failure = f"The capture cannot be written: {error}. Free the disk, or name another directory."
         finally:
+            if self._heap is not None:
+                self._heap.close()
             self.cpu_s = time.thread_time() + recording.cpu_s + (self._sampler.cpu_s if self._sampler else 0.0)
             on_written()
         if self._failure is not None:

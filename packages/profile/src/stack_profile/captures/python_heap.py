@@ -3,6 +3,7 @@
 memray sees the calls of malloc and mmap of all threads with their Python stacks. It slows code that allocates often.
 """
 
+import contextlib
 import gzip
 import importlib
 import json
@@ -44,19 +45,20 @@ class PythonHeap:
         self._file: Path | None = None
 
     def start(self, file: Path) -> None:
-        """Starts to track into a temporary file, which `content` deletes.
+        """Starts to track into a temporary file, which `close` deletes.
 
         Raises:
           CaptureError: memray tracks this process already, or cannot write the file.
         """
-        memray = self._memray
+        memray, self._file = self._memray, file
         destination = memray.FileDestination(str(file), overwrite=True)
         try:
             tracker = memray.Tracker(destination=destination, file_format=memray.FileFormat.AGGREGATED_ALLOCATIONS)
             tracker.__enter__()
         except (RuntimeError, OSError) as error:
+            self.close()
             raise CaptureError(f"memray cannot track the Python heap: {error}. Capture without python_heap.") from error
-        self._tracker, self._file = tracker, file
+        self._tracker = tracker
 
     def stop(self) -> None:
         """Ends tracking; later calls do nothing."""
@@ -67,15 +69,12 @@ class PythonHeap:
     def content(self) -> bytes:
         """Returns the memory at its peak by Python stack as compressed JSON, see `stack_profile.traces.python_heap`.
 
-        Call it once, after `stop`.
+        Call it between `stop` and `close`.
         """
         assert self._file is not None, "the heap was tracked"
-        try:
-            with self._memray.FileReader(str(self._file)) as reader:
-                found = list(reader.get_high_watermark_allocation_records(merge_threads=True))
-                allocations = reader.metadata.total_allocations
-        finally:
-            self._file.unlink(missing_ok=True)
+        with self._memray.FileReader(str(self._file)) as reader:
+            found = list(reader.get_high_watermark_allocation_records(merge_threads=True))
+            allocations = reader.metadata.total_allocations
         found.sort(key=lambda record: -record.size)
         frames: dict[tuple[str, int, str], int] = {}
         rows = []
@@ -90,3 +89,9 @@ class PythonHeap:
             "rows": rows,
         }
         return gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 3)
+
+    def close(self) -> None:
+        """Deletes the temporary file; later calls do nothing."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # its directory was deleted meanwhile, or made read-only
+                self._file.unlink()

@@ -1,5 +1,7 @@
 """Serving of a language model whose images have positions in two directions and different numbers of tokens."""
 
+import asyncio
+import io
 import threading
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
+from PIL import Image
 
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.generation import SamplingParams
@@ -14,8 +17,10 @@ from stack_serve.http.server import HttpServer, listen
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.language_model import LLM
+from stack_serve.openai.bodies import parse
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.lifecycle import OpenAIApp
+from stack_serve.openai.schemas import ChatBody, TokenizeChatBody
 from stack_serve.openai.service import Service
 from stack_train.generation.generative import generative_checkpoint
 
@@ -127,6 +132,20 @@ BAD = [
 def test_bad_parts_are_refused_with_their_reason(llm, parts, message):
     with pytest.raises(GenerationError, match=message):
         llm.chat([{"role": "user", "content": parts}], GREEDY)
+
+
+def test_many_huge_images_are_refused_before_they_are_decoded(checkpoint, llm):
+    file = io.BytesIO()
+    Image.new("1", (4096, 4096)).save(file, format="PNG")
+    assert len(file.getvalue()) < 4096
+    messages = question("which color", *[file.getvalue()] * 1000)  # 50 GB of pixels
+    refusal = "The 1000 images have 16000 tokens; prompt and continuation have at most 96"
+    with pytest.raises(GenerationError, match=refusal):
+        llm.chat(messages, GREEDY)
+    service = Service(checkpoint, OpenAIConfig())
+    for body in (parse(TokenizeChatBody, {"messages": messages}), parse(ChatBody, {"messages": messages})):
+        with pytest.raises(GenerationError, match=refusal):
+            asyncio.run(service.chat_prompt(body, None))
 
 
 @pytest.mark.slow  # starts another engine

@@ -33,11 +33,11 @@ def site() -> Iterator[str]:
 
 
 def test_a_remote_image_is_fetched_only_if_allowed(site: str) -> None:
-    assert ImageInput(None, remote=True, max_bytes=10)._load(f"{site}/image.png") == DATA
+    assert ImageInput(None, remote=True, max_bytes=10, max_tokens=9)._load(f"{site}/image.png") == DATA
     with pytest.raises(GenerationError, match=r"is no data URL.*--remote-images"):
-        ImageInput(None, remote=False, max_bytes=10)._load(f"{site}/image.png")
+        ImageInput(None, remote=False, max_bytes=10, max_tokens=9)._load(f"{site}/image.png")
     with pytest.raises(GenerationError, match=r"is no data URL"):
-        ImageInput(None, remote=True, max_bytes=10)._load("file:///etc/hostname")
+        ImageInput(None, remote=True, max_bytes=10, max_tokens=9)._load("file:///etc/hostname")
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_a_remote_image_is_fetched_only_if_allowed(site: str) -> None:
 )
 def test_a_remote_image_that_cannot_be_read_is_refused(site: str, path: str, max_bytes: int, problem: str) -> None:
     with pytest.raises(GenerationError, match=problem):
-        ImageInput(None, remote=True, max_bytes=max_bytes)._load(site + path)
+        ImageInput(None, remote=True, max_bytes=max_bytes, max_tokens=9)._load(site + path)

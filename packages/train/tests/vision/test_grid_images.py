@@ -8,6 +8,7 @@ from PIL import Image
 
 from stack_core.abi.errors import DataError
 from stack_train.vision.grid_images import GridImages, scaled_size
+from stack_train.vision.square_images import SquareImages
 
 READER = GridImages("<pad>", 7, patch=3, merge=2, channels=3, min_pixels=72, max_pixels=36 * 12)
 
@@ -46,6 +47,15 @@ def test_proportions_that_do_not_fit_are_refused():
         READER.count_tokens(png(2, 400)[0])
     with pytest.raises(DataError, match="The 3 bytes are no image"):
         READER.count_tokens(b"GIF")
+
+
+@pytest.mark.parametrize("reader", [READER, SquareImages("", "", "", "", 7, tokens=4, side=8, channels=3)])
+def test_huge_images_are_not_decoded(reader):
+    file = io.BytesIO()
+    Image.new("1", (8192, 8193)).save(file, format="PNG")
+    assert len(file.getvalue()) < 20_000
+    with pytest.raises(DataError, match="The image has 8192 x 8193 pixels; at most 67,108,864 are decoded"):
+        reader.read(file.getvalue())
 
 
 def test_the_patches_of_a_token_are_adjacent():

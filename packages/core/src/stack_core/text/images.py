@@ -2,10 +2,10 @@
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 Messages = Sequence[Mapping[str, Any]]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -201,21 +202,35 @@ def expand_images(text: str, reader: ImageReader, tokens: Sequence[int]) -> str:
     return first + "".join(reader.expansion(count) + text for count, text in zip(tokens, rest, strict=True))
 
 
-def read_images(reader: ImageReader | None, files: Sequence[bytes]) -> list[ReadImage]:
-    """Decodes image files in order.
+def read_images(reader: ImageReader, files: Sequence[bytes], max_tokens: int) -> list[ReadImage]:
+    """Decodes image files in order, unless their headers show that their tokens do not fit in a prompt.
+
+    Args:
+      max_tokens: maximum length of a prompt with its continuation.
 
     Raises:
-      ChatTemplateError: a file is not an image; names its number.
+      ChatTemplateError: the images have too many tokens, or a file cannot be read; names its number.
     """
-    found = []
+    # A file of 2 KB may have 50 MB of pixels, so nothing is decoded before the check.
+    tokens = sum(_each(reader.count_tokens, files))
+    if files and tokens >= max_tokens:
+        images = "The image has" if len(files) == 1 else f"The {len(files)} images have"
+        raise ChatTemplateError(
+            f"{images} {tokens} tokens; prompt and continuation have at most {max_tokens}. Send fewer or smaller "
+            "images.",
+            parameter="messages",
+            code="context_length_exceeded",
+        )
+    return list(_each(reader.read, files))
+
+
+def _each(read: Callable[[bytes], Result], files: Sequence[bytes]) -> Iterator[Result]:
     for number, data in enumerate(files):
-        assert reader is not None
         try:
-            found.append(reader.read(data))
+            yield read(data)
         except DataError as error:
             message = f"Image {number + 1} of {len(files)}: {error}"
             raise ChatTemplateError(message, parameter="messages") from error
-    return found
 
 
 def place_images(tokens: Sequence[int], reader: ImageReader, images: Sequence[ReadImage]) -> tuple[PromptImage, ...]:

@@ -24,7 +24,7 @@ from stack_core.report.document import continuation
 from stack_core.report.markup import Markup
 from stack_core.text.chat_template import ChatTemplate
 from stack_core.text.embeddings import check_generates, embedding_settings_of
-from stack_core.text.images import expand_images, image_reader_of, place_images, read_images, take_images
+from stack_core.text.images import ReadImage, expand_images, image_reader_of, place_images, read_images, take_images
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.encoder_engine import make_engine
 from stack_serve.llm.truncation import encoder_ending, truncated_tokens
@@ -368,12 +368,13 @@ class LLM:
             raise GenerationError(
                 f"{str(prompt)[:100]!r} is not a prompt; expected a text, token ids or messages.", parameter="prompt"
             )
-        reader, files = image_reader_of(self._checkpoint), list[bytes]()
-        if reader is not None:
-            prompt, files = take_images(prompt)
-        text = self._template.render(prompt, variables=variables)
-        images = read_images(reader, files)
-        if reader is not None:
+        reader, images = image_reader_of(self._checkpoint), list[ReadImage]()
+        if reader is None:
+            text = self._template.render(prompt, variables=variables)
+        else:
+            messages, files = take_images(prompt)
+            text = self._template.render(messages, variables=variables)
+            images = read_images(reader, files, self._engine.limits.max_tokens)
             text = expand_images(text, reader, [image.tokens for image in images])
         # Chat templates write special tokens such as the beginning of the sequence themselves.
         tokens = tuple(self._checkpoint.tokenizer.encode(text, add_special_tokens=False))

@@ -23,11 +23,13 @@ class ImageInput:
       reader: preprocessing of the model's images; None for a model of text, whose template refuses image parts.
       remote: True if http(s) URLs are fetched.
       max_bytes: maximum size of a fetched image.
+      max_tokens: maximum length of a prompt with its continuation.
     """
 
     reader: ImageReader | None
     remote: bool
     max_bytes: int
+    max_tokens: int
 
     def render(
         self, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
@@ -35,13 +37,14 @@ class ImageInput:
         """Renders messages, and returns the text with the tokens of images, and the images.
 
         Raises:
-          ChatTemplateError: a part or an image cannot be read, or the template rejects the messages.
+          ChatTemplateError: a part or an image cannot be read, the images have too many tokens, or the template rejects
+            the messages.
         """
         if self.reader is None:
             return render(messages), []
         taken, files = take_images(messages, self._load)
         text = render(taken)
-        images = read_images(self.reader, files)
+        images = read_images(self.reader, files, self.max_tokens)
         return expand_images(text, self.reader, [image.tokens for image in images]), images
 
     def _load(self, url: str) -> bytes:

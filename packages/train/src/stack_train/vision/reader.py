@@ -1,6 +1,7 @@
 """Preprocessing of images for language models: decoding, and the readers of models with images."""
 
 import io
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -17,6 +18,7 @@ MODES = {1: "L", 3: "RGB"}
 """Pillow's mode of images with a number of channels."""
 
 Result = TypeVar("Result")
+_MOST_PIXELS = 2**26  # 256 MiB with the four bytes that Pillow takes for a pixel
 
 
 @runtime_checkable
@@ -53,11 +55,16 @@ def apply_to_image(data: bytes, use: Callable[[Any], Result]) -> Result:
     """Opens an image file, of which Pillow reads the header first, and returns the result of a function of the image.
 
     Raises:
-      DataError: the data is not an image, or Pillow is not installed.
+      DataError: the data is not an image, it has more than 2**26 pixels, or Pillow is not installed.
     """
     image = pillow()
     try:
         with image.open(io.BytesIO(data)) as found:
+            if math.prod(found.size) > _MOST_PIXELS:
+                raise DataError(
+                    f"The image has {found.width} x {found.height} pixels; at most {_MOST_PIXELS:,} are decoded. Scale "
+                    "it down."
+                )
             return use(found)
     # The exceptions of Pillow's decoders.
     except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:

@@ -13,10 +13,12 @@ from PIL import Image
 
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.generation import SamplingParams
+from stack_core.text.images import ReadImage, place_images
 from stack_serve.http.server import HttpServer, listen
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.language_model import LLM
+from stack_serve.openai import service as service_module
 from stack_serve.openai.bodies import parse
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.lifecycle import OpenAIApp
@@ -146,6 +148,22 @@ def test_many_huge_images_are_refused_before_they_are_decoded(checkpoint, llm):
     for body in (parse(TokenizeChatBody, {"messages": messages}), parse(ChatBody, {"messages": messages})):
         with pytest.raises(GenerationError, match=refusal):
             asyncio.run(service.chat_prompt(body, None))
+
+
+def test_images_are_hashed_beside_the_event_loop(checkpoint, monkeypatch):
+    threads = []
+
+    def place(*args):
+        threads.append(threading.current_thread())
+        return place_images(*args)
+
+    large = ReadImage(np.zeros((1024, 27), np.uint8), 1, (1, 1))
+    monkeypatch.setattr(service_module, "place_images", place)
+    monkeypatch.setattr(type(checkpoint.images), "read", lambda *_: large)
+    body = parse(TokenizeChatBody, {"messages": question("which color", picture(2))})
+    prompt = asyncio.run(Service(checkpoint, OpenAIConfig()).chat_prompt(body, None))
+    assert prompt.images[0].pixels is large.pixels
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
 
 
 @pytest.mark.slow  # starts another engine

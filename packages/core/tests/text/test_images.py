@@ -55,5 +55,9 @@ def test_images_have_the_places_of_their_tokens() -> None:
     found = place_images([1, 7, 7, 7, 2, 7, 7], reader, images)
     assert [(image.start, image.tokens) for image in found] == [(1, 3), (5, 2)]
     assert found[0].digest != found[1].digest
+    reverse = [ReadImage(image.pixels[::-1].copy()[::-1], image.tokens) for image in images]
+    assert [image.digest for image in place_images([7, 7, 7, 2, 7, 7], reader, reverse)] == [
+        image.digest for image in found
+    ]
     with pytest.raises(ChatTemplateError, match=r"runs of \[2, 1\]; expected runs of \[3, 2\]"):
         place_images([7, 7, 1, 7], reader, images)

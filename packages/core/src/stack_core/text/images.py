@@ -261,4 +261,6 @@ def place_images(tokens: Sequence[int], reader: ImageReader, images: Sequence[Re
 
 def _digest(image: ReadImage) -> bytes:
     # Patches of one color are equal in grids of different proportions.
-    return sha256(f"{image.pixels.shape} {image.grid}".encode() + image.pixels.tobytes()).digest()
+    digest = sha256(f"{image.pixels.shape} {image.grid}".encode())
+    digest.update(np.ascontiguousarray(image.pixels).reshape(-1).data)  # no copy; hashlib takes one axis
+    return digest.digest()

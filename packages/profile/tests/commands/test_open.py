@@ -8,12 +8,18 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 
 from stack_core.cli import main
 from stack_profile.analyses.ops import ops
+from stack_profile.report import served
+from stack_profile.report.served import ReportServer
+from stack_profile.traces.trace import capture_folders
 
 
 @pytest.fixture
@@ -94,32 +100,74 @@ def test_a_browser_reads_the_reports_of_a_run_until_ctrl_c(browser, opened, run_
         fetch(about["address"])
 
 
-def test_an_address_without_the_token_has_nothing(opened, run_directory):
-    _, about = opened(run_directory, "--no-browser")
-    host, token = about["address"].rstrip("/").rsplit("/", 1)
-    assert host.startswith("http://127.0.0.1:")
+def ask(server, path=""):
+    """The status and the text of an answer, without a socket."""
+    return server.answer(urlsplit(server.address).path + path)
+
+
+@pytest.fixture
+def server(request):
+    """Listens for reports of a directory or file."""
+
+    def start(path, **settings):
+        server = ReportServer(path, **settings)
+        request.addfinalizer(server.close)
+        return server
+
+    return start
+
+
+def test_an_address_without_the_token_has_nothing(server, run_directory):
+    server = server(run_directory)
+    token = server.address.rstrip("/").rpartition("/")[2]
     for path in ("/", f"/{token[:-1]}/", "/captures/later", "/%2e%2e/"):
-        status, text = fetch(host + path)
+        status, text = server.answer(path)
         assert status == 404 and "later" not in text
     for name in ("captures/missing", "captures/../../../../etc/passwd", "captures/"):
-        assert fetch(about["address"] + name)[0] == 404
+        assert ask(server, name)[0] == 404
 
 
-def test_one_capture_is_shown_at_once_and_the_browser_opened(opened, captured, tmp_path):
+def test_one_capture_is_shown_at_once(server, captured):
+    (file,) = captured.rglob("*.xplane.pb")
+    for place in (captured, file.parent, file):
+        opened = server(place, limit=3)
+        status, target = ask(opened)
+        assert status == 302 and [target] == list(opened.captures())
+    status, text = ask(opened, target)
+    assert status == 200 and "Profile of" in text
+
+
+def test_a_browser_is_opened_whose_arguments_do_not_have_the_token(opened, captured, tmp_path):
     program, seen = tmp_path / "browser.sh", tmp_path / "seen"
     program.write_text(f'#!/bin/sh\necho "$1" > {seen}\n')
     program.chmod(0o755)
-    (file,) = captured.rglob("*.xplane.pb")
-    for place in (captured, file.parent, file):
-        _, about = opened(place, "--limit", 3, BROWSER=str(program))
-        with urllib.request.urlopen(about["address"], timeout=60) as answer:
-            assert answer.url == about["captures"][0]["address"] and b"Profile of" in answer.read()
-        assert seen.read_text().strip() == about["address"]
+    process, about = opened(captured, BROWSER=str(program))
+    with urllib.request.urlopen(about["address"], timeout=60) as answer:
+        assert answer.url == about["captures"][0]["address"] and b"Profile of" in answer.read()
+    file = Path(url2pathname(urlsplit(seen.read_text().strip()).path))
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert f"url={about['address']}" in file.read_text()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0 and not file.exists()
 
 
-def test_mistakes_are_named(capsys, opened, captured, tmp_path):
+def test_a_capture_that_is_deleted_meanwhile_leaves_the_list(server, run_directory, monkeypatch):
+    folder = run_directory / "profile" / "plugins" / "profile"
+    (folder / "gone").mkdir()
+    (folder / "gone" / "host.xplane.pb").symlink_to("nothing")  # listed, and cannot be read
+    monkeypatch.setattr(served, "capture_folders", lambda path: (folder / "empty", *capture_folders(path)))
+    (folder / "empty").mkdir()
+    server = server(run_directory)
+    empty, gone = (next(each for each in server.captures() if each.endswith(name)) for name in ("empty", "gone"))
+    status, listing = ask(server)
+    assert status == 200 and ">later<" in listing and ">empty<" not in listing and ">gone<" not in listing
+    for name in (empty, gone):
+        status, text = ask(server, name)
+        assert status == 500 and "was deleted meanwhile" in text
+
+
+def test_mistakes_are_named(capsys, server, captured, tmp_path):
     assert "does not exist" in refused(capsys, tmp_path / "runs" / "nothing")
     assert "holds no *.xplane.pb" in refused(capsys, tmp_path)
-    _, about = opened(captured, "--no-browser")
-    port = about["address"].split(":")[2].partition("/")[0]
+    port = server(captured).address.split(":")[2].partition("/")[0]
     assert f"Cannot listen on port {port}" in refused(capsys, captured, "--port", port)

@@ -21,7 +21,7 @@ from stack_core.report.document import document
 from stack_core.report.fields import number
 from stack_core.report.markup import Markup, element
 from stack_profile.captures.processes import about_of
-from stack_profile.errors import ProfileError
+from stack_profile.errors import ProfileError, TraceError
 from stack_profile.report.events import EVENTS
 from stack_profile.report.page import page, sections
 from stack_profile.traces.trace import capture_folders, load_trace, trace_files
@@ -90,16 +90,17 @@ class ReportServer:
             captures = self.captures()
             if not name and len(captures) == 1:
                 return HTTPStatus.FOUND, next(iter(captures))
-            if not name:
-                return HTTPStatus.OK, _listing(self._path, captures)
-            if name not in captures:
+            if name and name not in captures:
                 return HTTPStatus.NOT_FOUND, _message("Not found", f"There is no capture {unquote(name)!r} any more.")
-            return HTTPStatus.OK, self._report(captures[name])
-        except (StackError, OSError) as error:  # a ring deletes its captures
+            return HTTPStatus.OK, self._report(captures[name]) if name else _listing(self._path, captures)
+        except (StackError, OSError) as error:
             return HTTPStatus.INTERNAL_SERVER_ERROR, _message("The trace cannot be shown", str(error))
 
     def _report(self, capture: Path) -> str:
-        changed_ns = max(file.stat().st_mtime_ns for file in trace_files(capture))
+        try:
+            changed_ns = max(file.stat().st_mtime_ns for file in trace_files(capture))
+        except (TraceError, FileNotFoundError) as error:  # a ring deletes its captures
+            raise TraceError(f"{str(capture)!r} was deleted meanwhile. Open the list of captures again.") from error
         with self._building:
             if self._built is None or self._built[:2] != (capture, changed_ns):
                 trace = load_trace(capture)
@@ -143,7 +144,10 @@ def _message(heading: str, text: str) -> str:
 def _listing(path: Path, captures: Mapping[str, Path]) -> str:
     titles = {"capture": None, "started, UTC": None, "size": "number"}
     heads = element("tr", *(element("th", text, class_=kind, scope="col") for text, kind in titles.items()))
-    rows = (_row(address, folder) for address, folder in captures.items())
+    rows = []
+    for address, folder in captures.items():
+        with contextlib.suppress(TraceError, FileNotFoundError):  # a ring deleted it meanwhile
+            rows.append(_row(address, folder))
     table = element("table", element("thead", heads), element("tbody", *rows))
     heading = element("header", element("h1", "Captures"), element("p", str(path), class_="source"))
     return document(f"Captures of {path}", heading, element("main", element("div", table, class_="wide")))

@@ -1,7 +1,9 @@
 """Traces, with operations joined to their programs and thereby to Python lines."""
 
+import contextlib
 import functools
 import importlib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,13 +136,16 @@ def trace_files(path: Path) -> tuple[Path, ...]:
     """Returns the `*.xplane.pb` files of the newest capture under a directory, one per process, or the file itself.
 
     Raises:
-      TraceError: the path does not exist or contains no capture.
+      TraceError: the path does not exist or contains no capture, or the capture was deleted meanwhile.
     """
     if path.is_file():
         return (path,)
     folder = capture_folders(path)[0]
     # By number: process 10 is after process 2.
-    return tuple(sorted(folder.glob("*.xplane.pb"), key=_by_number))
+    files = tuple(sorted(folder.glob("*.xplane.pb"), key=_by_number))
+    if not files:
+        raise _deleted(folder)
+    return files
 
 
 def capture_folders(path: Path) -> tuple[Path, ...]:
@@ -151,14 +156,22 @@ def capture_folders(path: Path) -> tuple[Path, ...]:
     """
     if not path.exists():
         raise TraceError(f"{str(path)!r} does not exist. Name a trace, or the directory of a capture.")
-    folders = {file.parent for file in path.rglob("*.xplane.pb")}
-    if not folders:
+    found = (Path(folder) for folder, _, files in os.walk(path) if any(name.endswith(".xplane.pb") for name in files))
+    times_ns = {}
+    for folder in found:
+        with contextlib.suppress(FileNotFoundError):  # a ring deletes its captures
+            # By the folder, because processes write their files at different times.
+            times_ns[folder] = folder.stat().st_mtime_ns
+    if not times_ns:
         raise TraceError(
             f"{str(path)!r} holds no *.xplane.pb. Capture one: `stack profile run --out {path} script.py`, or "
             "`with stack_profile.capture(...)`."
         )
-    # By the folder, because processes write their files at different times.
-    return tuple(sorted(folders, key=lambda folder: folder.stat().st_mtime_ns, reverse=True))
+    return tuple(sorted(times_ns, key=lambda folder: times_ns[folder], reverse=True))
+
+
+def _deleted(path: Path) -> TraceError:
+    return TraceError(f"{str(path)!r} was deleted meanwhile, as a ring deletes its captures. Read the newest again.")
 
 
 def _by_number(file: Path) -> str:
@@ -172,6 +185,13 @@ def load_trace(path: Path | str) -> Trace:
       TraceError: the capture does not exist, is not a trace, or may not fit the memory of this machine.
     """
     files = trace_files(Path(path))
+    try:
+        return _load_files(files)
+    except FileNotFoundError as error:
+        raise _deleted(Path(error.filename or files[0])) from error
+
+
+def _load_files(files: Sequence[Path]) -> Trace:
     check_size(files)
     spaces, abouts = [read_space(file) for file in files], [about_of(file) for file in files]
     problems = list(incomplete_reasons(files, abouts))

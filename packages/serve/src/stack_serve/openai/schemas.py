@@ -364,10 +364,11 @@ class UnloadAdapterBody(Body):
 
 
 class UpdateWeightsBody(Body):
-    """`POST /update_weights_from_disk`.
+    """`POST /update_weights_from_disk`. SGLang's other fields are refused, and its `weight_version` is a text.
 
     Attributes:
-      model_path: address of a checkpoint of the same model on the server's machine, such as a run that still trains.
+      model_path: path of a checkpoint of the same model on the server's machine, such as a run that still trains. A
+        format may precede it, as in `gguf:FILE`.
       weight_version: version of the weights; None increments the current one.
       kv: policy for running requests: "keep" the keys and values of the old weights, "recompute" them, or "abort".
     """

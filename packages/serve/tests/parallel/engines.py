@@ -31,7 +31,8 @@ from ..openai import fake_engine
 CONFIG = EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4, max_waiting=60)
 SLOW, LATE = 120, 121  # first tokens of prompts: pauses between tokens, and before the first
 LATE_S = 1.0
-WEIGHTS = ("shift", "unplaced_by", "unused_by")
+WEIGHTS = ("shift", "unplaced_by", "unused_by", "keeps_awake", "lost_by")
+MAX_TOKENS = 10_000
 
 
 def weights(**values: int) -> dict[str, np.ndarray]:
@@ -51,18 +52,20 @@ class LetterEngine(fake_engine.FakeEngine):
     """The fake engine with adapters and weights: the path "bad-1" cannot be read by engine 1.
 
     Its weights shift the letters. The engine `unplaced_by` cannot hold them, and the engine `unused_by` cannot take
-    them into use unless it has just started.
+    them into use unless it has just started. With them, the engine `keeps_awake` cannot sleep, and the engine `lost_by`
+    cannot hold them again once it has slept.
 
     Its statistics have the numbers of its requests and of its adapters, and as steps the pages that it received.
     """
 
-    limits = Limits(fake_engine.MAX_TOKENS, 64, fake_engine.VOCAB_SIZE, 1, has_tokenizer=True)
+    limits = Limits(MAX_TOKENS, 64, fake_engine.VOCAB_SIZE, 1, has_tokenizer=True)
 
     def __init__(self) -> None:
-        super().__init__(self._shifted)
+        super().__init__(self._shifted, max_tokens=MAX_TOKENS)
         self.parameters = {name: jax.ShapeDtypeStruct((), "int32") for name in WEIGHTS}
         self._adapters = {"given": "given"}
         self.imported = self._version = self._shift = 0
+        self._restless = -1
 
     def _shifted(self, request: GenerationRequest, index: int) -> Iterator[int]:
         for token in script(request, index):
@@ -73,7 +76,8 @@ class LetterEngine(fake_engine.FakeEngine):
 
     def place_weights(self, params: Any, *, donate: bool) -> dict[str, int]:
         assert donate
-        if params.get("unplaced_by", -1) == int(os.environ["ENGINE"]):
+        number = int(os.environ["ENGINE"])
+        if params.get("unplaced_by", -1) == number or (self.slept and params.get("lost_by", -1) == number):
             raise MemoryError("no memory for weights")
         return {name: int(value) for name, value in params.items()}
 
@@ -81,6 +85,14 @@ class LetterEngine(fake_engine.FakeEngine):
         if params.get("unused_by") == int(os.environ["ENGINE"]) and self._version:
             raise MemoryError("no memory for a swap")
         self._shift, self._version = params.get("shift", self._shift), version
+        self._restless = params.get("keeps_awake", self._restless)
+
+    def sleep(self, level: Any = 1) -> None:
+        if self._restless == int(os.environ["ENGINE"]):
+            raise GenerationError("cannot sleep")
+        super().sleep(level)
+        if level == 2:
+            self._shift, self._restless = 0, -1
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -51,7 +51,14 @@ def test_keys_of_older_weights_are_not_handed_over(monkeypatch: pytest.MonkeyPat
         wait_until(lambda: any(getattr(each, "request_id", None) == name for each in emitted))
         return engine.imported
 
+    export, is_locked = replica._engine.export_pages, list[bool]()
+    monkeypatch.setattr(
+        replica._engine,
+        "export_pages",
+        lambda request: is_locked.append(replica._weights_lock.locked()) or export(request),
+    )
     assert receive(replica._offer(request_of("", prompt, 1))) == 2
+    assert is_locked == [True]  # the keys have the number of the weights
     older = replica._offer(request_of("", prompt, 1))
     replica.receive_weights(1, weights())
     wait_until(lambda: Result(1, None) in emitted)

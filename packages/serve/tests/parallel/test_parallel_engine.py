@@ -99,24 +99,29 @@ def test_new_weights_reach_all_engines_or_none(server: Served) -> None:
         found = list[list[GenerationUpdate]]()
         for prompt in prompts:
             updates, sampling = list[GenerationUpdate](), SamplingParams(max_tokens=count, seed=1)
-            engine.submit(GenerationRequest(request_id=str(prompt), prompt=prompt, sampling=sampling), updates.append)
+            request = GenerationRequest(request_id=f"{prompt} {count}", prompt=prompt, sampling=sampling)
+            engine.submit(request, updates.append)
             found.append(updates)
         assert {running.engine for running in engine._running.values()} == {0, 1}
         server.wait_until(lambda: all(found))
         return found
 
-    def check(found: list[list[GenerationUpdate]], versions: set[int], count: int) -> None:
+    def check(found: list[list[GenerationUpdate]], versions: set[int]) -> None:
         for prompt, updates in zip(prompts, found, strict=True):
-            server.wait_until(lambda updates=updates: updates[-1].finish_reason == "length")
-            texts = {version: shifted(text_of(prompt, count), shift) for version, shift in shifts.items()}
-            assert [update.text for update in updates] == [
-                texts[update.weights_versions[0]][place] for place, update in enumerate(updates)
+            server.wait_until(lambda updates=updates: updates[-1].finish_reason is not None)
+            tokens = [update for update in updates if update.tokens]
+            texts = {version: shifted(text_of(prompt, len(tokens)), shift) for version, shift in shifts.items()}
+            assert [update.text for update in tokens] == [
+                texts[update.weights_versions[0]][place] for place, update in enumerate(tokens)
             ]
-            assert {update.weights_versions[0] for update in updates} == versions
+            assert {update.weights_versions[0] for update in tokens} == versions
 
-    found = begin(60)
+    found = begin(9000)
     engine.update_weights(weights(shift=3), version=5)
-    check(found, {0, 5}, 60)
+    server.wait_until(lambda: all(updates[-1].weights_versions == (5,) for updates in found))
+    for name in list(engine._running):
+        engine.abort(name)
+    check(found, {0, 5})
     server.wait_until(lambda: counts(server, "weights_version") == [5, 5, 5])
     assert 'stack:engine_weights_version{engine="2",model_name="tiny"} 5.0' in server.client.get("/metrics").text
 
@@ -128,18 +133,43 @@ def test_new_weights_reach_all_engines_or_none(server: Served) -> None:
         engine.update_weights({"other": np.zeros(2)})
     with pytest.raises((GenerationError, TypeError), match="drop"):  # tests check types before
         engine.update_weights(weights(), kv="drop")  # pyrefly: ignore
-    check(begin(10), {5}, 10)
+    check(begin(10), {5})
 
     pids = engine.pids
     with pytest.raises(GenerationError, match=r"Engine 1 did not take version 6 .* others answer with version 6.*swap"):
         engine.update_weights({name: value for name, value in weights(shift=4, unused_by=1).items() if value >= 0})
     server.wait_until(lambda: None not in engine.pids and counts(server, "weights_version") == [6, 6, 6])
     assert [new == old for new, old in zip(engine.pids, pids, strict=True)] == [True, False, True]
-    check(begin(10), {6}, 10)
+    check(begin(10), {6})
 
     params = {name: jnp.asarray(value) for name, value in weights().items()}
     engine.update_weights(params, version=0, donate=True)
-    assert all(array.is_deleted() for array in params.values()) and engine.stats().weights_version in (0, 6)
+    assert all(array.is_deleted() for array in params.values())
+    server.wait_until(lambda: counts(server, "weights_version") == [0, 0, 0])
+
+
+def test_engines_that_fell_asleep_in_vain_get_the_weights_again(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sleeping = server.engine, list[Any]()
+    catch_up, pids = engine._catch_up, engine.pids
+    engine.update_weights(weights(shift=3, keeps_awake=0, lost_by=1), version=8)
+    monkeypatch.setattr(engine, "_catch_up", lambda each: (sleeping.append(engine._sleeping), catch_up(each)))
+    with pytest.raises(GenerationError, match="cannot sleep"):
+        engine.sleep(2)
+    server.wait_until(lambda: None not in engine.pids)
+    assert sleeping == [2, 2, 2, None]  # requests are refused until all engines that run have the weights
+    assert [new == old for new, old in zip(engine.pids, pids, strict=True)] == [True, False, True]
+    found = {}
+    for number in range(2):
+        updates = found[number] = list[GenerationUpdate]()
+        sampling = SamplingParams(max_tokens=4, seed=1)
+        engine.submit(GenerationRequest(request_id=str(number), prompt=(SLOW,), sampling=sampling), updates.append)
+    assert {running.engine for running in engine._running.values()} == {0, 1}
+    server.wait_until(lambda: not engine._running)
+    for updates in found.values():
+        assert "".join(each.text for each in updates) == shifted(text_of((SLOW,), 4), 3)
+    engine.update_weights(weights(), version=0)
 
 
 def test_a_killed_engine_is_replaced_while_the_other_serves_on(server: Served) -> None:

@@ -340,11 +340,8 @@ class ParallelEngine(Engine):
                 self._sleeping = level
             try:
                 self._on_all("sleep", level)
-            except StackError:
-                self.wake_up()
-                # Engines that fell asleep have read the checkpoint again.
-                if level == 2 and self._weights.updates:
-                    self._on_each(self._catch_up)
+            except Exception:  # whichever it is, the engines must be alike
+                self._wake_with_weights(level)
                 raise
             if level == 2:
                 self._weights = self._weights.reset()
@@ -355,6 +352,18 @@ class ParallelEngine(Engine):
         with self._changes:
             self._on_all("wake_up")
             self._sleeping = None
+
+    def _wake_with_weights(self, level: Literal[1, 2]) -> None:
+        """Wakes all engines up with the current weights after some could not sleep; requests are refused until then."""
+
+        def wake_up(process: ReplicaProcess) -> None:
+            process.call("wake_up")
+            # An engine that fell asleep has read the checkpoint again.
+            if level == 2 and self._weights.updates:
+                self._catch_up(process)
+
+        self._end_failed(self._on_each(wake_up), "wake up with the current weights")
+        self._sleeping = None
 
     def _start_all(self, compile_with: str | None) -> None:
         try:
@@ -435,20 +444,24 @@ class ParallelEngine(Engine):
 
     def _use_weights(self, kv: KeysOfOldWeights) -> None:
         """Replaces the parameters of all engines by the copied ones; an engine that fails to do so starts again."""
-        weights, running = self._weights, self._running_processes()
+        weights = self._weights
         failed = self._on_each(lambda process: process.use_weights(weights.updates, weights.version, kv))
         if not failed:
             return
-        for number, error in failed.items():
-            cause = f"it did not take version {weights.version} of the weights: {error}"
-            running[number].fail(ClusterError(cause))
-        number, error = min(failed.items())
-        numbers = ", ".join(map(str, sorted(failed)))
+        self._end_failed(failed, f"take version {weights.version} of the weights")
+        numbers, error = ", ".join(map(str, sorted(failed))), failed[min(failed)]
         raise GenerationError(
             f"Engine {numbers} did not take version {weights.version} of the weights and starts again with it. The "
             f"others answer with version {weights.version}. The cause: {_first_line(error)}",
             parameter="params",
         ) from error
+
+    def _end_failed(self, failed: Mapping[int, Exception], task: str) -> None:
+        """Ends engines that failed at a task; they start again with all changes."""
+        for number, error in failed.items():
+            process = self._processes[number]
+            if process is not None:
+                process.fail(ClusterError(f"it did not {task}: {error}"))
 
     def _end(self, number: int, process: ReplicaProcess | None, cause: StackError | None) -> None:
         """Handles the end of a process, on the thread that owned it."""

@@ -134,7 +134,7 @@ class HostedReplica:
         self._keys = itertools.count()
         self._placed: dict[str, Any] = {}
         self._weights = 0
-        # Excludes a change of the weights while keys of the current ones are registered.
+        # Excludes a change of the weights while keys of the current ones are exported or registered.
         self._weights_lock = threading.Lock()
 
     def start(self, compile_with: str | None, *, hands_over: bool = False) -> EngineProperties:
@@ -221,9 +221,10 @@ class HostedReplica:
 
     def _offer(self, request: GenerationRequest) -> Handover:
         engine: Any = self._engine
-        # Before the export: if new weights come between the two, the other engine computes the prompt itself.
-        weights = self._weights
-        exported = engine.export_pages(request)
+        # New weights between the two would give the keys another number.
+        with self._weights_lock:
+            weights = self._weights
+            exported = engine.export_pages(request)
         blocks = []
         for arrays in exported.blocks:
             keys = [next(self._keys) for _ in arrays]

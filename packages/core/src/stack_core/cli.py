@@ -17,8 +17,7 @@ from stack_core.abi.errors import ConfigError, HardwareError, StackError
 from stack_core.abi.local_paths import local_path, refuse_remote
 from stack_core.abi.plugins import plugins, registries
 from stack_core.chips.device_errors import explain_device_error
-from stack_core.command_names import command_name, is_group, uses_huge_pages
-from stack_core.runtime.huge_pages import restart_with_huge_pages
+from stack_core.command_names import command_name, is_group
 
 __all__ = ["main", "overrides_from"]
 
@@ -29,7 +28,7 @@ _NAMED = 4  # number of a group's commands in its help line; `stack GROUP` lists
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `stack`; exits with 0, or with 2 after a `StackError` or wrong usage.
 
-    `stack_core.entry` handles Ctrl-C.
+    `stack_core.entry` handles Ctrl-C and requests huge pages.
     """
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     name = ""
@@ -37,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if arguments is None and sys.stderr is not None:
             faulthandler.enable()  # prints the Python stack after a crash in compiled code
         name = command_name(tokens)
-        if arguments is None and uses_huge_pages(name):
-            restart_with_huge_pages()
         app = _app(name)
         if tokens[:1] != ["plugins"]:  # that command reports the same in detail
             _warn_of_plugins()

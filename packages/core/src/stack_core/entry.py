@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _restart_with_huge_pages() -> None:
-    """Restarts the interpreter if the command needs it, before more is imported, which would happen twice."""
+    """Restarts the interpreter if the command needs it, before imports that the restart would repeat."""
     from stack_core.abi.errors import StackError
     from stack_core.command_names import command_name, uses_huge_pages
     from stack_core.runtime.huge_pages import restart_with_huge_pages

@@ -1,6 +1,5 @@
 """Commands that run programs ask for large pages; the tests of what the system offers are the doctor's."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core import cli
+from stack_core import command_names, entry
 from stack_core.abi.registry import Entry, Registry
 from stack_core.runtime import huge_pages
 
@@ -22,6 +21,21 @@ print("starts")
 huge_pages.restart_with_huge_pages()
 print(os.getpid(), os.environ["GLIBC_TUNABLES"], sys.argv[1:])
 assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+"""
+
+ENTRY = """
+import os, sys
+from stack_core import command_names, entry
+from stack_core.runtime import huge_pages
+huge_pages.is_chosen = lambda environ: False
+command_names.uses_huge_pages = lambda name: name == "heavy"
+
+def restart(*program):
+    print("cyclopts" in sys.modules, flush=True)
+    os._exit(3)
+
+os.execve = restart
+entry.main()
 """
 
 
@@ -57,22 +71,22 @@ def restarts(monkeypatch):
         "light": Entry("light", lambda: None, "acme", {}),
     }
     counted = []
-    monkeypatch.setattr(cli.registries, "commands", Registry("commands", lambda: (entries, {})))
-    monkeypatch.setattr(cli, "restart_with_huge_pages", lambda: counted.append(1))
+    monkeypatch.setattr(command_names.registries, "commands", Registry("commands", lambda: (entries, {})))
+    monkeypatch.setattr(huge_pages, "restart_with_huge_pages", lambda: counted.append(1))
     return counted
 
 
 @pytest.mark.parametrize(("arguments", "count"), [(["heavy"], 1), (["light"], 0), (["heavyy"], 0), ([], 0)])
 def test_commands_that_say_so_restart(monkeypatch, restarts, arguments, count):
     monkeypatch.setattr(sys, "argv", ["stack", *arguments])
-    with contextlib.suppress(SystemExit):
-        cli.main()
+    entry._restart_with_huge_pages()
     assert len(restarts) == count
 
 
-def test_a_caller_of_main_is_not_replaced(restarts):
-    cli.main(["heavy"])
-    assert not restarts
+def test_a_command_restarts_before_the_parser_is_imported():
+    command = [sys.executable, "-c", ENTRY, "heavy"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr
 
 
 def test_arrays_lie_in_one_block_as_they_were():

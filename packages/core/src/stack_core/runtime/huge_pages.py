@@ -37,7 +37,7 @@ def is_chosen(environ: Mapping[str, str], root: Path = Path("/")) -> bool | None
 
 def restart_with_huge_pages() -> None:
     """Restarts this program with the tunable set; returns if that is impossible or has already happened."""
-    # Programs that call `stack_core.cli.main` directly bypass `stack_core.entry`, which unblocks SIGINT.
+    # SIGINT is blocked in an interpreter that this function has restarted.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if is_chosen(os.environ) is not False or not sys.executable:
         return
@@ -45,7 +45,7 @@ def restart_with_huge_pages() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    # Until `stack_core.cli.main` runs, an interrupt would only print a traceback of the interpreter's startup.
+    # Until `stack_core.entry.main` runs, an interrupt would only print a traceback of the interpreter's startup.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     with contextlib.suppress(OSError):
         environ = {**os.environ, _VARIABLE: ":".join(tunables)}

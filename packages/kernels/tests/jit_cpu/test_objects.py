@@ -1,5 +1,7 @@
 import dataclasses
 import functools
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,23 @@ def test_another_name_processor_or_source_is_built_anew(
     monkeypatch.setattr(host, "_source_digest", lambda package: f"edited {package}")
     code_of("name")
     assert len(optimized) == len(list(folder.iterdir())) == 5
+
+
+def test_the_sources_of_a_package_are_hashed_once(folder: Path, optimized: list[str]) -> None:
+    host._source_digest.cache_clear()
+    code_of("name")  # of modules of stack_kernels and of stack_core
+    assert host._source_digest.cache_info().misses == 2
+
+
+def test_a_kernel_of_interactive_code_is_not_stored(
+    folder: Path, optimized: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interactive = types.ModuleType("interactive")  # has no file
+    monkeypatch.setitem(sys.modules, "interactive", interactive)
+    monkeypatch.setattr(in_this_file, "__module__", "interactive")
+    for _ in range(2):
+        code_of("name", build=in_this_file)
+    assert len(optimized) == 2 and not folder.exists()
 
 
 def test_nothing_is_stored_without_a_cache_of_programs(folder: Path, optimized: list[str]) -> None:

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import os
 import platform
-import secrets
 import sys
 import threading
 from collections.abc import Callable
@@ -160,28 +159,38 @@ def _object_code(target: str, build: Callable[[Processor], ir.Module], processor
     key has the name, which is unique, and the sources instead of the module: building it takes long, too.
     """
     builder = getattr(build, "func", build)  # of a `functools.partial`
-    sources = (_source_digest(name) for name in (__name__, OpCall.__module__, builder.__module__))
+    paths = [_source_path(name) for name in (__name__, OpCall.__module__, builder.__module__)]
+    if None in paths:  # interactive code, whose kernels no other process finds
+        return _compile(build, processor)
+    sources = (_source_digest(path) for path in paths)
     parts = (target, repr(processor), llvm.get_host_cpu_name(), llvmlite.__version__, *sources)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     if (code := objects.load(key)) is None:
-        machine = _target_machine(processor.features)
-        code = machine.emit_object(_optimized(build(processor), machine))
+        code = _compile(build, processor)
         objects.store(key, code)
     return code
 
 
-@functools.cache
-def _source_digest(module: str) -> str:
-    """Hashes the sources of the package of a loaded module, or of the module alone if it has no package."""
+def _compile(build: Callable[[Processor], ir.Module], processor: Processor) -> bytes:
+    machine = _target_machine(processor.features)
+    return machine.emit_object(_optimized(build(processor), machine))
+
+
+def _source_path(module: str) -> Path | None:
+    """Returns the file of a loaded module's package, or of the module if it has no package; None without a file."""
     package, own = (getattr(sys.modules[name], "__file__", None) for name in (module.partition(".")[0], module))
-    if (path := package or own) is None:
-        return secrets.token_hex()  # interactive code, whose kernels are not found again
-    root = Path(path)
-    files = sorted(root.parent.rglob("*")) if root.name == "__init__.py" else [root]
+    path = package or own
+    return None if path is None else Path(path)
+
+
+@functools.cache
+def _source_digest(path: Path) -> str:
+    """Hashes the sources of a package, given its `__init__.py`, or those of one module."""
+    files = sorted(path.parent.rglob("*")) if path.name == "__init__.py" else [path]
     digest = hashlib.sha256()
     for file in files:
         if file.suffix in (".py", ".ll"):
-            digest.update(b"%s\0%s\0" % (str(file.relative_to(root.parent)).encode(), file.read_bytes()))
+            digest.update(b"%s\0%s\0" % (str(file.relative_to(path.parent)).encode(), file.read_bytes()))
     return digest.hexdigest()
 
 

@@ -3,11 +3,13 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from stack_core.abi.caches import Recurrent
 from stack_core.abi.errors import ConfigError, GenerationError
-from stack_core.abi.generation import GenerationRequest, SamplingParams
+from stack_core.abi.generation import GenerationRequest, PromptImage, SamplingParams
+from stack_core.text.images import ReadImage
 from stack_serve.llm.cache import empty_layers
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, SpeculationConfig
 from stack_serve.llm.draft_model import check_vocabulary
@@ -48,6 +50,59 @@ def test_what_cannot_be_served_is_refused_by_name(request_: GenerationRequest, p
     with pytest.raises(GenerationError, match=says) as caught:
         LIMITS.check(request_)
     assert caught.value.parameter == parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Shapes of images of up to 6 tokens."""
+
+    has_grids: bool
+    placeholder = "<image>"
+    token = 1
+    sizes = (2, 6)
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        return (tokens, 3)
+
+    def expansion(self, tokens: int) -> str:
+        raise NotImplementedError
+
+    def count_tokens(self, data: bytes) -> int:
+        raise NotImplementedError
+
+    def read(self, data: bytes) -> ReadImage:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("has_grids", "changes", "says"),
+    [
+        (True, {"grid": None}, r"has no grid\. Give the rows and columns"),
+        (False, {}, r"has grid=\(2, 3\); images of this model have one size\. Leave the grid out"),
+        (True, {"grid": (2, 4), "tokens": 8}, r"grid=\(2, 4\); expected 1 to 6 tokens\. Read it with"),
+        (True, {"grid": (-2, -3)}, "expected 1 to 6 tokens"),
+        (True, {"grid": (1, 3)}, "has tokens 3 to 9; expected 3 tokens in 2 to 9"),
+        (False, {"grid": None, "tokens": 2}, "has tokens 3 to 5; expected 6 tokens in 0 to 9"),
+        (True, {"start": 1}, "has tokens 1 to 7; expected 6 tokens in 2 to 9, after the previous image"),
+        (True, {"start": 4}, "before the last token"),
+        (True, {"pixels": np.zeros((5, 3), np.uint8)}, r"shape \(5, 3\); expected uint8 and \(6, 3\)"),
+        (True, {"pixels": np.zeros((6, 3), np.float32)}, "dtype float32 and shape"),
+        (True, {"pixels": None}, "dtype None and shape None"),
+    ],
+)
+def test_images_that_would_fail_in_the_engine_are_refused(has_grids: bool, changes: dict[str, Any], says: str) -> None:
+    grid = (1, 2) if has_grids else None
+    limits = dataclasses.replace(LIMITS, image_reader=Reader(has_grids))
+    first = PromptImage(0, 2, np.zeros((2, 3), np.uint8), b"a", grid)
+    image = PromptImage(3, 6, np.zeros((6, 3), np.uint8), b"b", (2, 3))
+    request = request_of((1,) * 10)
+    limits.check(dataclasses.replace(request, images=(first, image) if has_grids else ()))
+    before = (first,) if has_grids else ()
+    with pytest.raises(GenerationError, match=says) as caught:
+        limits.check(dataclasses.replace(request, images=(*before, dataclasses.replace(image, **changes))))
+    assert caught.value.parameter == "images"
+    with pytest.raises(GenerationError, match="reads text only"):
+        LIMITS.check(dataclasses.replace(request, images=(image,)))
 
 
 def test_the_largest_request_is_served() -> None:

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from stack_core.abi.caches import Recurrent
 from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.generation import GenerationRequest, SamplingParams
+from stack_core.abi.generation import GenerationRequest, PromptImage, SamplingParams
 from stack_core.chips.memory import free_bytes
 from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import MOST_LOGPROBS
 from stack_core.ops.sampling.sampling import MOST_BIASES, MOST_STOP_TOKENS
-from stack_core.text.images import image_reader_of
+from stack_core.text.images import ImageReader, image_reader_of
 from stack_serve.llm.cache import empty_layers, supports_shared_pool
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
 
@@ -39,7 +40,7 @@ class Limits:
       has_tokenizer: True if the model has a tokenizer, which stop texts and constraints require.
       priorities: True if requests may set a priority.
       prefix_caching: True if later requests can reuse the pages of a prompt with the same prefix.
-      image_tokens: maximum number of tokens per image; 0 for a model of text.
+      image_reader: preprocessing of images, which defines their shapes; None for a model of text.
     """
 
     max_tokens: int
@@ -49,7 +50,7 @@ class Limits:
     has_tokenizer: bool
     priorities: bool = False
     prefix_caching: bool = True
-    image_tokens: int = 0
+    image_reader: ImageReader | None = None
 
     @classmethod
     def of(
@@ -112,7 +113,7 @@ class Limits:
             checkpoint.tokenizer is not None,
             config.priorities > 0,
             _keeps_prefixes(checkpoint, config),
-            image_tokens,
+            reader,
         )
 
     def total_tokens(self, request: GenerationRequest) -> int:
@@ -170,17 +171,15 @@ class Limits:
             )
 
     def _check_images(self, request: GenerationRequest) -> None:
-        if request.images and not self.image_tokens:
+        if request.images and self.image_reader is None:
             raise GenerationError("The model reads text only. Leave the images out.", parameter="images")
-        for image in request.images:
-            # The last token of a prompt is computed like a generated one.
-            expected = self.image_tokens if image.grid is None else min(math.prod(image.grid), self.image_tokens)
-            if image.tokens != expected or not 0 <= image.start < len(request.prompt) - image.tokens:
-                raise GenerationError(
-                    f"An image has tokens {image.start} to {image.start + image.tokens} of a prompt of "
-                    f"{len(request.prompt)} tokens; expected {expected} tokens before the last.",
-                    parameter="images",
-                )
+        # The last token of a prompt is computed like a generated one.
+        begin, end = 0, len(request.prompt) - 1
+        for number, image in enumerate(request.images):
+            assert self.image_reader is not None
+            if problem := _image_problem(self.image_reader, image, begin, end):
+                raise GenerationError(f"Image {number + 1} of {len(request.images)} {problem}", parameter="images")
+            begin = image.start + image.tokens
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         self._check_count("n", sampling.n, _MOST_CONTINUATIONS, "continuations")
@@ -215,6 +214,30 @@ class Limits:
     def _check_count(self, name: str, count: int, maximum: int, unit: str) -> None:
         if count > maximum:
             raise GenerationError(f"{name}: {count} {unit} were requested; the maximum is {maximum}.", parameter=name)
+
+
+def _image_problem(reader: ImageReader, image: PromptImage, begin: int, end: int) -> str | None:
+    """Returns the problem of an image, whose tokens are expected between two places of the prompt."""
+    if reader.has_grids and image.grid is None:
+        return "has no grid. Give the rows and columns of its tokens, as ImageReader.read returns them."
+    if image.grid is not None and not reader.has_grids:
+        return f"has grid={image.grid}; images of this model have one size. Leave the grid out."
+    most = reader.sizes[-1]
+    if image.grid is not None and not (min(image.grid) > 0 and math.prod(image.grid) <= most):
+        return f"has grid={image.grid}; expected 1 to {most} tokens. Read it with the model's ImageReader."
+    expected = most if image.grid is None else math.prod(image.grid)
+    if image.tokens != expected or not begin <= image.start <= end - image.tokens:
+        return (
+            f"has tokens {image.start} to {image.start + image.tokens}; expected {expected} tokens in {begin} to "
+            f"{end}, after the previous image and before the last token. Correct its place."
+        )
+    shape, dtype = getattr(image.pixels, "shape", None), getattr(image.pixels, "dtype", None)
+    if shape != reader.shape(expected) or dtype != np.uint8:
+        return (
+            f"has pixels of dtype {dtype} and shape {shape}; expected uint8 and {reader.shape(expected)}, as "
+            "ImageReader.read returns them."
+        )
+    return None
 
 
 def _keeps_prefixes(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> bool:

@@ -4,13 +4,14 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from stack_core.abi.errors import DataError
 from stack_train.vision.grid_images import GridImages, scaled_size
 from stack_train.vision.square_images import SquareImages
 
 READER = GridImages("<pad>", 7, patch=3, merge=2, channels=3, min_pixels=72, max_pixels=36 * 12)
+SQUARES = SquareImages("", "", "", "", 7, tokens=4, side=8, channels=3)
 
 
 def png(height, width):
@@ -49,13 +50,29 @@ def test_proportions_that_do_not_fit_are_refused():
         READER.count_tokens(b"GIF")
 
 
-@pytest.mark.parametrize("reader", [READER, SquareImages("", "", "", "", 7, tokens=4, side=8, channels=3)])
+@pytest.mark.parametrize("reader", [READER, SQUARES])
 def test_huge_images_are_not_decoded(reader):
     file = io.BytesIO()
     Image.new("1", (8192, 8193)).save(file, format="PNG")
     assert len(file.getvalue()) < 20_000
     with pytest.raises(DataError, match="The image has 8192 x 8193 pixels; at most 67,108,864 are decoded"):
         reader.read(file.getvalue())
+
+
+@pytest.mark.parametrize("orientation", range(10))  # 0 and 9 are not defined
+def test_images_are_upright(orientation):
+    image = Image.new("RGB", (18, 12), (0, 0, 255))
+    image.paste((255, 0, 0), (0, 0, 12, 6))
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    image.save(file, format="JPEG", exif=exif, quality=95)
+    upright = io.BytesIO()
+    # As in transformers.
+    ImageOps.exif_transpose(Image.open(file)).save(upright, format="PNG")
+    found, expected = READER.read(file.getvalue()), READER.read(upright.getvalue())
+    assert found.grid == expected.grid == ((3, 2) if 5 <= orientation <= 8 else (2, 3))
+    np.testing.assert_array_equal(found.pixels, expected.pixels)
+    np.testing.assert_array_equal(SQUARES.read(file.getvalue()).pixels, SQUARES.read(upright.getvalue()).pixels)
 
 
 def test_the_patches_of_a_token_are_adjacent():

@@ -10,7 +10,7 @@ from jaxtyping import UInt8
 from stack_core.abi.errors import DataError
 from stack_core.text.images import ReadImage
 from stack_train.diffusion.grid import pillow
-from stack_train.vision.reader import MODES, apply_to_image
+from stack_train.vision.reader import apply_to_image, decode
 
 __all__ = ["GridImages", "scaled_size"]
 
@@ -83,6 +83,7 @@ class GridImages:
         return self.placeholder * tokens
 
     def count_tokens(self, data: bytes) -> int:
+        # An image turned by its EXIF orientation has as many tokens.
         rows, columns = self._grid(apply_to_image(data, lambda image: image.size))
         return rows * columns
 
@@ -94,10 +95,10 @@ class GridImages:
         """
 
         def scaled(image: Any) -> tuple[UInt8[np.ndarray, "height width channels"], tuple[int, int]]:
+            image = decode(image, self.channels)
             rows, columns = grid = self._grid(image.size)
             size = columns * self._unit, rows * self._unit
-            converted = image.convert(MODES[self.channels])
-            found = converted.resize(size, pillow().Resampling.BICUBIC)
+            found = image.resize(size, pillow().Resampling.BICUBIC)
             return np.asarray(found, np.uint8).reshape(*size[::-1], self.channels), grid
 
         pixels, grid = apply_to_image(data, scaled)

@@ -8,7 +8,7 @@ from jaxtyping import UInt8
 
 from stack_core.text.images import ReadImage
 from stack_train.diffusion.grid import pillow
-from stack_train.vision.reader import MODES, apply_to_image
+from stack_train.vision.reader import apply_to_image, decode
 
 __all__ = ["SquareImages"]
 
@@ -58,8 +58,7 @@ class SquareImages:
         """
 
         def scaled(image: Any) -> UInt8[np.ndarray, "side side channels"]:
-            converted = image.convert(MODES[self.channels])
-            found = converted.resize((self.side, self.side), pillow().Resampling.BILINEAR)
+            found = decode(image, self.channels).resize((self.side, self.side), pillow().Resampling.BILINEAR)
             return np.asarray(found, np.uint8).reshape(self.shape(self.tokens))
 
         return ReadImage(apply_to_image(data, scaled), self.tokens)

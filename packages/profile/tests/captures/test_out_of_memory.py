@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ from stack_profile.captures.observer import ProfileConfig, ProfileObserver
 from stack_profile.exports import write
 from stack_profile.report.page import page, sections
 from stack_profile.traces.short_paths import short_paths
-from stack_profile.traces.trace import load_trace
+from stack_profile.traces.trace import load_trace, trace_of
 
+COMMAND = "stack profile out_of_memory"
 TOO_MANY = 1 << 45  # bytes; no address space of a process has as many
 
 
@@ -53,6 +55,27 @@ def check(trace):
     assert sum(row.size_bytes for row in out_of_memory(trace, by="device").rows) == facts["live_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("message", "size_bytes"),
+    [
+        ("Out of memory allocating 35184372088832 bytes.", 35184372088832),
+        ("Out of memory while trying to allocate 8.00GiB.", 8 << 30),
+        ("Out of memory while trying to allocate 285212672 bytes.\nBufferAssignment stats: 9.64GiB", 285212672),
+        ("Failed to allocate request for 256.00MiB (268435456B) on device ordinal 0", 256 << 20),
+        (
+            "Error allocating device buffer: Attempting to allocate 31.50M. That was not possible.",
+            31.5 * (1 << 20),
+        ),
+        ("Attempting to reserve 6.50G at the bottom of memory. That was not possible.", 6.5 * (1 << 30)),
+        ("XLA:TPU compile permanent error. Used 21.90G of 7.48G hbm.", None),
+    ],
+)
+def test_the_messages_of_cpus_gpus_and_tpus_have_the_requested_bytes(message, size_bytes):
+    failure = {"message": f"RESOURCE_EXHAUSTED: {message}", "devices": {}}
+    trace = trace_of([], abouts=[{"out_of_memory": failure}])
+    assert out_of_memory(trace).facts["requested_bytes"] == size_bytes
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     """The directory of a watched loop whose step failed."""
@@ -63,12 +86,13 @@ def watched(tmp_path_factory):
     return folder
 
 
-def test_a_running_capture_has_them_beside_its_events(tmp_path):
+def test_a_running_capture_has_them_beside_its_events(tmp_path, capsys):
     with pytest.raises(jax.errors.JaxRuntimeError), stack_profile.capture(tmp_path) as captured:
         fail()
     captured.wait()
     trace = load_trace(tmp_path)
     check(trace)
+    assert capsys.readouterr().err == f"stack: a device was out of memory: {COMMAND} {captured.path.parent}\n"
     assert trace.devices and memory(trace, program="jit__lambda").rows
 
 
@@ -104,14 +128,16 @@ def run_that_fails(directory, error):
     observer.close()
 
 
-def test_a_run_that_fails_for_it_leaves_one_in_its_directory(tmp_path):
+def test_a_run_that_fails_for_it_leaves_one_in_its_directory(tmp_path, capsys):
     try:
         fail()
     except jax.errors.JaxRuntimeError as cause:
         error = HardwareError("The run does not fit the memory of a device.")
         error.__cause__ = cause
         run_that_fails(tmp_path / "full", error)
-    check(load_trace(tmp_path / "full"))
+    trace = load_trace(tmp_path / "full")
+    check(trace)
+    assert f"{COMMAND} {Path(trace.source).parent}" in capsys.readouterr().err
     run_that_fails(tmp_path / "other", ValueError("a number"))
     assert not (tmp_path / "other").exists()
 
@@ -167,6 +193,7 @@ def test_a_script_that_fails_for_it_leaves_one(tmp_path, where):
     assert done.returncode == (1 if where == "main" else 0)
     answer = out_of_memory(load_trace(tmp_path / "out"))
     assert answer.facts["requested_bytes"] == TOO_MANY
+    assert done.stderr.count(f"{COMMAND} out/plugins/profile/") == 1
     assert any(row.name.endswith("script.py:4") and 2_000_000 <= row.size_bytes < 2_000_100 for row in answer.rows)
 
 

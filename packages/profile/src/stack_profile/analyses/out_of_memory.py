@@ -64,7 +64,12 @@ def out_of_memory(trace: Trace, *, by: LiveGrouping = "line") -> Answer[LiveRow]
 
 
 _KINDS: Final = {"buffer": "array", "executable": "program"}
-_REQUESTED: Final = re.compile(r"allocat\w*\s+(\d+)\s*bytes", re.ASCII)
+# CPUs report "allocating 4096 bytes", GPUs "allocate 8.00GiB", TPUs "allocate 31.06M" or "reserve 6.50G". Prefixes are
+# powers of 1024.
+_REQUESTED: Final = re.compile(
+    r"(?:allocat\w*|reserve)\s+(?:request\s+for\s+)?(\d+(?:\.\d+)?)\s*(bytes|B|[KMGT](?:i?B)?)\b", re.ASCII
+)
+_UNITS: Final = "BKMGT"
 _MOST_PROGRAMS: Final = 3
 
 
@@ -83,7 +88,6 @@ def _row(name: str, kind: str, found: Sequence[LiveStack], live_bytes: int) -> L
 
 
 def _totals(failures: Sequence[Mapping[str, Any]], live_bytes: int) -> dict[str, Any]:
-    match = _REQUESTED.search(failures[0]["message"]) if failures else None
     fullest = max(
         (stats for failure in failures for stats in failure["devices"].values() if stats),
         key=lambda stats: stats.get("bytes_in_use", 0),
@@ -91,7 +95,7 @@ def _totals(failures: Sequence[Mapping[str, Any]], live_bytes: int) -> dict[str,
     )
     return {
         "message": failures[0]["message"].partition("\n")[0] if failures else None,
-        "requested_bytes": int(match[1]) if match else None,
+        "requested_bytes": _requested_bytes(failures[0]["message"]) if failures else None,
         "live_bytes": live_bytes if failures else None,
         "fullest_device_bytes": fullest.get("bytes_in_use"),
         "fullest_device_limit_bytes": fullest.get("bytes_limit"),
@@ -99,9 +103,14 @@ def _totals(failures: Sequence[Mapping[str, Any]], live_bytes: int) -> dict[str,
     }
 
 
+def _requested_bytes(message: str) -> int | None:
+    match = _REQUESTED.search(message)
+    return round(float(match[1]) * 1024 ** _UNITS.index(match[2][0].upper())) if match else None
+
+
 def _notes(trace: Trace, failures: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not failures:
-        yield "No data: no error in this capture says that a device is out of memory."
+        yield "No data: the capture has no out-of-memory error."
         return
     yield "Live arrays of all devices together, by the line that made them or that ran the program."
     if not any(stats for failure in failures for stats in failure["devices"].values()):

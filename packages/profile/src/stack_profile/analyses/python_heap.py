@@ -86,10 +86,10 @@ def _notes(heaps: Sequence[HeapPeak], rows: Sequence[HeapRow]) -> Iterator[str]:
         yield "No data: the Python heap was not tracked. Capture with `--python-heap` (`python_heap`), for memray."
         return
     yield (
-        "Memory that malloc and mmap gave since the capture began, while most of it was in use. It includes arrays of "
-        "devices that are the host's memory, as on CPUs."
+        "Memory allocated by malloc and mmap since the capture began and still in use at the peak. It includes arrays "
+        "of devices that use the host's memory, as on CPUs."
     )
     if len(heaps) > 1:
         yield "Sums over processes, each at its own peak."
     if any(not row.name for row in rows):
-        yield "The row without a name is of threads that do not run Python, such as XLA's."
+        yield "The unnamed row is memory of threads without Python, such as XLA's."

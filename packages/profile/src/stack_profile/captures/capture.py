@@ -16,7 +16,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from stack_core.chips import machine
-from stack_profile.captures.memory_snapshot import MemorySnapshot, take_snapshot
+from stack_profile.captures.memory_snapshot import MemorySnapshot, note_snapshot, take_snapshot
 from stack_profile.captures.processes import HEAP_SUFFIX, LIVE_SUFFIX, STACKS_SUFFIX, SUFFIX, stem
 from stack_profile.captures.python_heap import PythonHeap
 from stack_profile.captures.recording import Background, Recording, record
@@ -148,7 +148,8 @@ class Capture(contextlib.ContextDecorator):
         Args:
           settle: first wait for all live arrays, to include their computation in the trace, then until recording is
             off.
-          error: error of the program. If a device is out of memory, the state of the memory is stored too.
+          error: error of the program. If a device is out of memory, the state of the memory is stored too, and standard
+            error gets the command that shows it.
           about: extra metadata for readers; "partial" states why the trace is shorter than requested.
           on_written: callback of the writing thread, also after a failure.
         """
@@ -219,6 +220,8 @@ class Capture(contextlib.ContextDecorator):
             data = recording.data()
             self._about |= {**environment(), "bytes": len(data)}
             self._write_files(data)
+            if self._snapshot is not None and self.path is not None:
+                note_snapshot(self.path)
         # This thread would lose the exception, so `wait` raises another one, and a warning shows the reason.
         except ProfileError as error:
             self._failure = str(error)
@@ -248,7 +251,7 @@ class Capture(contextlib.ContextDecorator):
         if self._snapshot is not None:
             files.append((f"{name}{LIVE_SUFFIX}", self._snapshot.live))
         files.append((f"{name}.capture.json", json.dumps(self._about, indent=2).encode()))
-        # The trace comes last: readers look for it, and then need the other files.
+        # Last, because readers look for the trace and then need the other files.
         files.append((self.path.name, data))
         if self._arguments["ring"] is not None:
             self._arguments["ring"].write(self.path.parent, files)

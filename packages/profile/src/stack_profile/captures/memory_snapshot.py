@@ -1,13 +1,16 @@
 """State of the devices' memory when an allocation fails: live arrays, allocators, and the largest compiled programs."""
 
+import shlex
+import sys
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from stack_profile.errors import CaptureWarning
 from stack_profile.traces.hlo import hlo_proto, program_key
 
-__all__ = ["MemorySnapshot", "exhausted_message", "take_snapshot"]
+__all__ = ["MemorySnapshot", "exhausted_message", "note_snapshot", "take_snapshot"]
 
 _PROGRAMS: Final = 4  # number of stored programs, the largest first
 _LONGEST: Final = 4_000  # characters of the message; an allocator lists its chunks
@@ -57,6 +60,17 @@ def take_snapshot(error: BaseException | None) -> MemorySnapshot | None:
     except Exception as problem:  # A full device may fail in any way, and the program's own error matters more.
         warnings.warn(f"The state of the full memory is lost: {problem!r}", CaptureWarning, stacklevel=3)
         return None
+
+
+def note_snapshot(path: Path) -> None:
+    """Prints the command that shows a stored snapshot to standard error.
+
+    Args:
+      path: the trace's file.
+    """
+    folder = shlex.quote(str(path.parent))
+    message = f"stack: a device was out of memory: stack profile out_of_memory {folder}"
+    print(message, file=sys.stderr)  # noqa: T201, beside the program's error
 
 
 def _snapshot(message: str) -> MemorySnapshot:

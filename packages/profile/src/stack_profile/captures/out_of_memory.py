@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from stack_profile.captures.capture import capture_file, environment
-from stack_profile.captures.memory_snapshot import take_snapshot
+from stack_profile.captures.memory_snapshot import note_snapshot, take_snapshot
 from stack_profile.captures.processes import LIVE_SUFFIX, stem
 from stack_profile.captures.ring import replace_file
 from stack_profile.errors import CaptureError, CaptureWarning
@@ -18,7 +18,8 @@ __all__ = ["save_out_of_memory"]
 def save_out_of_memory(out: Path, error: BaseException | None) -> Path | None:
     """Writes a capture without events, for `stack profile out_of_memory` and `memory`, if a device is out of memory.
 
-    A warning states if it cannot be written; the error of the program matters more.
+    Standard error gets the command that shows the capture, or a warning if it cannot be written; the error of the
+    program matters more.
 
     Args:
       out: directory of the captures.
@@ -43,4 +44,5 @@ def save_out_of_memory(out: Path, error: BaseException | None) -> Path | None:
     except (CaptureError, OSError) as problem:
         warnings.warn(f"The state of the full memory is lost: {problem}", CaptureWarning, stacklevel=2)
         return None
+    note_snapshot(path)
     return path

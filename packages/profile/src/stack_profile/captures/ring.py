@@ -69,7 +69,7 @@ class Stored:
 
 
 def stored_captures(out: Path) -> list[Stored]:
-    """Returns the captures of the continuous mode in a directory, the oldest first; incomplete ones are left out."""
+    """Returns the captures of the continuous mode in a directory, the oldest first; incomplete captures are skipped."""
     found = []
     for path in sorted((out / "plugins" / "profile").glob("*"), key=_modified):
         kind = _kind(path.name)

@@ -9,6 +9,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -79,14 +80,9 @@ def _run_observed(options: argparse.Namespace, ring: Mapping[str, float]) -> Non
         if options.listen:
             listener = stack.enter_context(listen(port=options.port))
             print(f"stack: to capture it, stack profile attach {listener.address.pid}", file=sys.stderr)
-        status = _run(options, on_error=lambda error: _note_snapshot(save_out_of_memory(options.out, error)))
+        status = _run(options, on_error=partial(save_out_of_memory, options.out))
     if status:
         sys.exit(status)
-
-
-def _note_snapshot(path: Path | None) -> None:
-    if path is not None:
-        print(f"stack: a device was out of memory: stack profile out_of_memory {path.parent}", file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -163,7 +159,7 @@ class _Watch:
         if exhausted_message(error) and self._capture.is_running:
             self._guarded(lambda: self._capture.stop(settle=False, error=error))
         else:
-            _note_snapshot(save_out_of_memory(self._out, error))
+            save_out_of_memory(self._out, error)
 
     def _watch(self) -> None:
         while not backend_started():
@@ -182,7 +178,7 @@ class _Watch:
             self.failure = self.failure or error
 
 
-def _run(options: argparse.Namespace, *, on_error: Callable[[BaseException], None]) -> int:
+def _run(options: argparse.Namespace, *, on_error: Callable[[BaseException], object]) -> int:
     """Runs a script or module as `__main__` and returns its exit status.
 
     Args:
@@ -211,7 +207,7 @@ def _run(options: argparse.Namespace, *, on_error: Callable[[BaseException], Non
 
 
 @contextlib.contextmanager
-def _reporting_threads(on_error: Callable[[BaseException], None]) -> Iterator[None]:
+def _reporting_threads(on_error: Callable[[BaseException], object]) -> Iterator[None]:
     """Calls `on_error` with errors that end threads, such as a server's engine."""
     before = threading.excepthook
 

@@ -46,7 +46,7 @@ def views(trace: Trace, paths: ShortPaths, links: Links) -> dict[str, Any]:
     for name, part in parts.items():
         try:
             found[name] = part(trace, paths)
-        except Exception as error:  # A damaged trace may raise anything; only this view is left out.
+        except Exception as error:  # A damaged trace may raise anything; only this view is omitted.
             failures[name] = f"{type(error).__name__}: {error}"
     return {**found, "failures": failures}
 

@@ -80,7 +80,7 @@ class ServedRequest:
 
 
 def work_spans(space: Space, base_ns: int) -> list[WorkSpan]:
-    """Returns the spans of a process in order of their ends; unreadable ones are left out."""
+    """Returns the spans of a process in order of their ends; unreadable spans are skipped."""
     found: list[WorkSpan] = []
     for plane in (plane for plane in space.planes if plane.name == "/host:CPU"):
         for line in plane.lines:

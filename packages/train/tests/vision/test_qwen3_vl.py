@@ -333,3 +333,33 @@ def test_each_key_of_the_preprocessor_acts_or_is_refused():
         assert name in str(caught.value)
     with pytest.raises(ConversionError, match=r"does not fit the model: .*expected 36"):
         read_preprocessor(CONFIG, {"size": {"shortest_edge": 1}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": 224}, "size=224, not a mapping with 'shortest_edge'"),
+        ({"size": {"shortest_edge": "72"}}, "min_pixels='72', not a positive integer"),
+        ({"max_pixels": 360.0}, "max_pixels=360.0, not a positive integer"),
+        ({"image_mean": 0.5}, "image_mean=0.5, not a list of 3 numbers"),
+        ({"image_std": [0.5, None, 0.5]}, r"image_std=\[0.5, None, 0.5\], not a list of 3 positive numbers"),
+        ({"image_std": "0.5"}, "image_std='0.5', not a list"),
+        ({"image_mean": [0.5]}, r"image_mean=\[0.5\], not a list of 3 numbers"),
+        ({"image_std": [0.5, 0, 0.5]}, "3 positive numbers"),
+        ({"min_pixels": -1}, "min_pixels=-1, not a positive integer"),
+        ({"patch_size": "3"}, "patch_size='3', not 3"),
+        ({"sharpen": 0}, "sharpen=0"),
+        ({"do_sharpen": ""}, "do_sharpen=''"),
+        ({"crop_size": {}}, "crop_size={}"),
+        ({"crops": []}, r"crops=\[\]"),
+        ({"sharpen": False}, "sharpen=False"),
+    ],
+)
+def test_malformed_keys_of_the_preprocessor_are_refused_by_name(changes, message):
+    with pytest.raises(ConversionError, match=message):
+        read_preprocessor(CONFIG, changes)
+
+
+def test_absent_keys_of_the_preprocessor_keep_the_fields():
+    mapping = {"size": {"shortest_edge": None, "longest_edge": None}, "image_mean": None, "do_center_crop": False}
+    assert read_preprocessor(CONFIG, mapping) == CONFIG

@@ -1,5 +1,6 @@
 """Conversion of `preprocessor_config.json`, which describes the preprocessing of images of any size."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -29,7 +30,8 @@ _HARMLESS: Final = frozenset(_HARMLESS_KEYS.split())
 def read_preprocessor(config: Any, mapping: Mapping[str, Any]) -> Any:
     """Returns the config of a model with the preprocessing in a `preprocessor_config.json`.
 
-    Keys of null are absent. Every other key sets a field, equals the only supported value, or is refused.
+    Keys of null are absent, as are unknown flags `do_...` of false. Every other key sets a field, equals the only
+    supported value, or is refused.
 
     Args:
       config: a `Qwen3VLSettings`.
@@ -49,22 +51,48 @@ def read_preprocessor(config: Any, mapping: Mapping[str, Any]) -> Any:
     problems = [
         f"{name}={given[name]!r}, not {value!r}" for name, value in fixed.items() if given.get(name, value) != value
     ]
-    size = given.pop("size", {})
-    bounds = {
-        "min_pixels": given.pop("min_pixels", size.get("shortest_edge", config.min_pixels)),
-        "max_pixels": given.pop("max_pixels", size.get("longest_edge", config.max_pixels)),
-    }
-    problems += [f"size with {name!r}" for name in size if name not in ("shortest_edge", "longest_edge")]
-    mean, std = (tuple(given.pop(name, own)) for name, own in (("image_mean", tower.mean), ("image_std", tower.std)))
-    problems += [f"{name}={value!r}" for name, value in given.items() if name not in fixed and value]
+    bounds, size_problems = _pixel_bounds(given, config)
+    problems += size_problems
+    mean, std = given.pop("image_mean", tower.mean), given.pop("image_std", tower.std)
+    if not _is_color(mean, tower.channels):
+        problems.append(f"image_mean={mean!r}, not a list of {tower.channels} numbers")
+    if not _is_color(std, tower.channels) or min(std) <= 0:
+        problems.append(f"image_std={std!r}, not a list of {tower.channels} positive numbers")
+    # Flags of steps that other models have.
+    problems += [
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if name not in fixed and not (value is False and name.startswith("do_"))
+    ]
     if problems:
         raise ConversionError(
             f"preprocessor_config.json asks for what the images of {config.name} do not do: {'; '.join(problems)}."
         )
     try:
-        return replace(config, vision=replace(tower, mean=mean, std=std), **bounds)
+        return replace(config, vision=replace(tower, mean=tuple(mean), std=tuple(std)), **bounds)
     except ConfigError as error:
         raise ConversionError(f"preprocessor_config.json does not fit the model: {error}") from error
+
+
+def _pixel_bounds(mapping: dict[str, Any], config: Any) -> tuple[dict[str, Any], list[str]]:
+    """Removes the keys of sizes; returns the bounds of the number of pixels, and the problems of these keys."""
+    size, problems = mapping.pop("size", None), list[str]()
+    if size is not None and not isinstance(size, Mapping):
+        problems.append(f"size={size!r}, not a mapping with 'shortest_edge' and 'longest_edge'")
+    edges = {name: value for name, value in size.items() if value is not None} if isinstance(size, Mapping) else {}
+    bounds = {
+        "min_pixels": mapping.pop("min_pixels", edges.get("shortest_edge", config.min_pixels)),
+        "max_pixels": mapping.pop("max_pixels", edges.get("longest_edge", config.max_pixels)),
+    }
+    is_wrong = {name: type(value) is not int or value < 1 for name, value in bounds.items()}
+    problems += [f"{name}={bounds[name]!r}, not a positive integer" for name in bounds if is_wrong[name]]
+    problems += [f"size with {name!r}" for name in edges if name not in ("shortest_edge", "longest_edge")]
+    return bounds, problems
+
+
+def _is_color(values: Any, channels: int) -> bool:
+    is_list = isinstance(values, (list, tuple)) and len(values) == channels
+    return is_list and all(type(value) in (int, float) and math.isfinite(value) for value in values)
 
 
 def write_preprocessor(config: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Runs with a `quant:` section: what they resume, what they write down, and what is refused."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ from stack_core.abi.config import parse
 from stack_core.chips import Target
 from stack_core.cli import main
 from stack_core.ops.building import is_quantized
+from stack_core.programs.flops import count_flops
 from stack_train.checkpoint import named_leaves
+from stack_train.data.kinds.text import language_model_shapes
 from stack_train.run.compilation import compile_step
 from stack_train.run.config import RunConfig, run_config
+from stack_train.run.program import build_program
 from stack_train.variables.weights import read_model
 
 INT8 = [{"path": "blocks/0/0/feed_forward", "weights": "int8", "activations": "int8", "gradients": "int8"}]
@@ -134,3 +138,25 @@ def test_tpus_train_in_8_bits(chip, types, dtypes, tmp_path):
 @pytest.mark.parametrize(("types", "dtypes"), [(FP8, ("float8_e4m3fn", "float8_e5m2")), (BYTES, ("int8",))])
 def test_gpus_train_in_8_bits(types, dtypes, tmp_path):
     check_trains_in_8_bits(compiled_step(types, Target("h100:1x1x4"), tmp_path), dtypes)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant": {"method": "qt", "rules": INT8}},
+        {"lora": {"rules": {"path": "feed_forward", "rank": 2}}},
+    ],
+    ids=["qt", "lora"],
+)
+def test_hidden_activations_are_kept_also_if_a_transform_computes_them(config, section):
+    def step_flops(remat):
+        mapping = yaml.safe_load(Path(config("kept", {})).read_text())
+        del mapping["quant"]
+        mapping["model"] |= {"remat": remat}
+        run = parse(RunConfig, mapping | section)
+        program = build_program(run)
+        state, batch = program.abstract_state, language_model_shapes(4, 16)
+        return count_flops(program.on_mesh(program.step.gradients), state, batch).total
+
+    # The products with the gate and up matrices of 32 x 64 entries, in two layers; with adapters, theirs, too.
+    assert step_flops("full") - step_flops({"save": ["hidden"]}) >= 2 * 2 * (2 * 4 * 16 * 32 * 64)

@@ -18,6 +18,7 @@ from stack_core.ops.dispatch.differentiated import differentiated, forward_only
 from stack_core.ops.dispatch.manual_axes import vary_alike, varying
 from stack_core.ops.dispatch.picked import picked
 from stack_core.ops.dispatch.plain import is_plain
+from stack_core.ops.dispatch.remat import named_residuals
 from stack_core.ops.dispatch.signature import check_parameters, check_takes, parameters_of
 from stack_core.ops.references.decays import decays_between
 from stack_core.ops.references.low_rank_weight import LowRankWeight
@@ -69,6 +70,7 @@ __all__ = [
     "joined_by_sinks",
     "logical_array",
     "masked_logits",
+    "named_residuals",
     "padding_as_zero",
     "parameters_of",
     "picked",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from stack_core import ops
-from stack_core.ops.building import gate_product, is_quantized
+from stack_core.ops.building import gate_product, is_quantized, named_residuals
 from stack_core.ops.units import OpUnit, as_units, unit_of
 from stack_quant.transform import versions, views
 from stack_quant.transform.adapted import Adapted
@@ -131,7 +131,7 @@ def gated_as_linear_maps(interpreter: Interpreter, unit: OpUnit, operands: Seque
         given = unit.arrays(arrays)
         gate = ops.linear(given["x"], given["w_gate"], bias=given["bias_gate"])
         up = ops.linear(given["x"], given["w_up"], bias=given["bias_up"])
-        return gate_product(gate, up, **unit.options)
+        return gate_product(*named_residuals("gated_linear_unit", gate, up), **unit.options)
 
     call: Callable[..., Any] = gated
     for axes in unit.batching:

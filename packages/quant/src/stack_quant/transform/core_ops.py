@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from stack_core import ops
-from stack_core.ops.building import gate_product, is_quantized
+from stack_core.ops.building import gate_product, is_quantized, named_residuals
 from stack_core.ops.units import OpUnit, unit_of
 from stack_quant.transform import views
 from stack_quant.transform.adapters import gated_as_linear_maps
@@ -195,7 +195,7 @@ def _gate(unit: OpUnit, dtype: Any, gate_call: _Product, up_call: _Product, *arr
     given = unit.arrays(arrays)
     gate = _biased(gate_call(given["x"], given["w_gate"]), given["bias_gate"], dtype)
     up = _biased(up_call(given["x"], given["w_up"]), given["bias_up"], dtype)
-    return gate_product(gate, up, **unit.options)
+    return gate_product(*named_residuals("gated_linear_unit", gate, up), **unit.options)
 
 
 def _biased(product: Any, bias: Any, dtype: Any) -> Any:

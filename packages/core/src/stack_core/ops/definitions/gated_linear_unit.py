@@ -18,6 +18,7 @@ from stack_core.ops.dispatch.contract import accurate_dtype
 from stack_core.ops.dispatch.differentiated import differentiated
 from stack_core.ops.dispatch.dispatch import dispatch
 from stack_core.ops.dispatch.op import Op, OpAxes
+from stack_core.ops.dispatch.remat import named_residuals
 from stack_core.ops.dispatch.request import Implementation
 from stack_core.ops.dispatch.splitting import LogicalNames
 from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_quantized, logical_array
@@ -88,7 +89,7 @@ def gated_linear_unit(
     if is_low_rank(w_gate) or is_low_rank(w_up):
         gate = linear(x, w_gate, bias=bias_gate, implementation=implementation, axes=_of_linear("gate", axes))
         up = linear(x, w_up, bias=bias_up, implementation=implementation, axes=_of_linear("up", axes))
-        return gate_product(gate, up, **options)
+        return gate_product(*named_residuals("gated_linear_unit", gate, up), **options)
     sizes = Axes("gated_linear_unit")
     sizes.match("x", x, "... d_in")
     sizes.match("w_gate", logical_array(w_gate), "d_in d_out")

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jax.ad_checkpoint import checkpoint_name
+
 from stack_core.programs.flops import inner_jaxprs
 from stack_core.programs.jaxprs import equations_of
 
-__all__ = ["decided_by_op", "seen_into"]
+__all__ = ["decided_by_op", "named_residuals", "seen_into"]
 
 _Policy = Callable[..., Any]
 
@@ -40,9 +42,15 @@ def decided_by_op(decisions: Mapping[str, Any], policy: _Policy) -> _Policy:
 
     def decide(primitive: Any, *operands: Any, **params: Any) -> Any:
         name = params["callee"].op_name if primitive.name == "stack_call" else None
+        name = params["name"] if primitive.name == "name" else name
         return decisions[name] if name in decisions else policy(primitive, *operands, **params)
 
     return decide
+
+
+def named_residuals(op: str, *values: Any) -> tuple[Any, ...]:
+    """Names the residuals of an op that is computed by other ops, for `decided_by_op`."""
+    return tuple(checkpoint_name(value, op) for value in values)
 
 
 def _saves(policy: _Policy, jaxpr: Any) -> bool:

@@ -15,7 +15,7 @@ import yaml
 from stack_core.abi.config import apply_overrides, parse
 from stack_core.abi.errors import DataError
 from stack_quant import quantize
-from stack_train.run.config import RunConfig
+from stack_train.run.config import RunConfig, run_config
 from stack_train.run.train import train
 
 TEMPLATE = (
@@ -110,11 +110,16 @@ def test_dpo_raises_the_margin_of_held_out_pairs_and_resumes_bitwise(base, templ
     leaves = [json.loads(end)["content"]["leaves"] for end in ends]
     assert leaves[0] == leaves[1]
 
-    result = quantize(tmp_path / "whole", "w8a8", calibration_batches=2)
+    result = quantize(tmp_path / "whole", "w8a8", algorithm="nearest")
     assert result.targets == 8 and result.loss_after == pytest.approx(result.loss_before, rel=0.1)
+    for number in range(40):
+        (tmp_path / f"note{number}.txt").write_text(f"red or blue, up or down, and {number} more. " * 40)
+    options = {"data": f"text:{tmp_path}/note*.txt", "algorithm": "nearest", "evaluation_batches": 0}
+    quantize(tmp_path / "whole", "w8a8", out=tmp_path / "by_texts", **options)
+    assert run_config(tmp_path / "by_texts").objective.name == "dpo"
     (tmp_path / "whole" / "reference_logprobs.npz").unlink()
     with pytest.raises(DataError, match=r"reference_logprobs.npz cannot be read.*Restore the file"):
-        quantize(tmp_path / "whole", "w8a8", out=tmp_path / "other", calibration_batches=2)
+        quantize(tmp_path / "whole", "w8a8", out=tmp_path / "other")
 
 
 @pytest.mark.slow

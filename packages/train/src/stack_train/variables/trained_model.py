@@ -21,7 +21,7 @@ from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.atomic_directory import atomic_directory
 from stack_core.text.image_models import ImageModel
 from stack_train.checkpoint import CheckpointStore, named_leaves
-from stack_train.data.kinds.preferences import PreferenceBatches
+from stack_train.data.kinds.preferences import AnswersData, PreferenceBatches
 from stack_train.data.kinds.text import TextData
 from stack_train.diffusion.objectives import Denoises
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
@@ -54,6 +54,7 @@ class TrainedLanguageModel:
       step: number of training steps done.
       copy_files: function that copies the tokenizer and other accompanying files to a run directory.
       directory: directory of the run, which may have scores of its data; None for other formats.
+      measured: config whose data and objective measure the model instead of its own; None for its own.
     """
 
     model: Any
@@ -62,13 +63,15 @@ class TrainedLanguageModel:
     step: int
     copy_files: Callable[[RunDirectory], object]
     directory: Path | None = None
+    measured: RunConfig | None = None
 
     @property
     def sections(self) -> Mapping[str, Any]:
         return self.config.sections
 
     def training_batches(self) -> Iterator[Batch]:
-        return (_in_rows(_for_the_device(batch)) for batch in self._data.train_iterator())
+        batches = map(_for_the_device, self._data.train_iterator())
+        return map(_in_rows, batches) if isinstance(self._data, PreferenceBatches) else batches
 
     def validation_batches(self) -> Iterator[Batch]:
         return map(_for_the_device, self._data.validation_batches())
@@ -77,7 +80,7 @@ class TrainedLanguageModel:
         objective = self._objective
         if names := ", ".join(objective.auxiliary_models):
             raise ConversionError(
-                f"Objective {self.config.objective.name!r} calls auxiliary models ({names}), which are not loaded "
+                f"Objective {self._measuring.objective.name!r} calls auxiliary models ({names}), which are not loaded "
                 "here. Open a run of another objective, such as causal_lm."
             )
         return objective(model, batch, key=jax.random.key(0))[1]
@@ -100,8 +103,9 @@ class TrainedLanguageModel:
 
     @cached_property
     def _data(self) -> Batches:
-        data = with_tokenizer(self.config.data, self.tokenizer)
-        batches = batches_of(data, self.config.objective).build(seed=self.config.run.seed, model=self.config.model)
+        config = self._measuring
+        data = with_tokenizer(config.data, self.tokenizer)
+        batches = batches_of(data, config.objective).build(seed=config.run.seed, model=config.model)
         if isinstance(batches, PreferenceBatches) and self.directory is not None:
             batches.read_scores(self.directory)
         elif isinstance(batches, PolicyBatches):
@@ -113,7 +117,11 @@ class TrainedLanguageModel:
 
     @cached_property
     def _objective(self) -> Objective:
-        return as_objective(self.config.objective.build())
+        return as_objective(self._measuring.objective.build())
+
+    @property
+    def _measuring(self) -> RunConfig:
+        return self.measured or self.config
 
 
 class RunFormat:
@@ -126,8 +134,8 @@ class RunFormat:
         """Opens the newest intact checkpoint of a run in floating point, with adapters merged.
 
         Args:
-          data: address of the documents to use instead of the run's; None for the run's. Data without a source, such
-            as rollouts, are replaced by texts, with the loss of a language model.
+          data: address of the documents to use instead of the run's; None for the run's. Preferences and rollouts are
+            replaced by texts, with the loss of a language model.
 
         Raises:
           ConversionError: the run's checkpoints hold quantized parameters.
@@ -140,8 +148,7 @@ class RunFormat:
                 f"The parameters of {directory} are quantized already, by section "
                 f"{' and '.join(transform_names(config))} of its config. Give the run that it was quantized from."
             )
-        if data is not None:
-            config = _on_documents(config, data, directory)
+        measured = None if data is None else _on_documents(config, data, directory)
         run = RunDirectory(directory)
 
         def copy_files(destination: RunDirectory) -> None:
@@ -154,7 +161,7 @@ class RunFormat:
         if transform_of(config).merges:  # The merged adapters are now part of the matrices, so their section goes.
             others = {name: section for name, section in config.sections.items() if name not in transform_names(config)}
             config = replace(config, sections=others)
-        return TrainedLanguageModel(model, config, run.tokenizer, step, copy_files, directory)
+        return TrainedLanguageModel(model, config, run.tokenizer, step, copy_files, directory, measured)
 
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
         """Opens a run for generation, quantized if its parameters are stored quantized.
@@ -254,8 +261,12 @@ RUN_FORMAT = RunFormat()
 
 
 def _on_documents(config: RunConfig, source: str, directory: Path) -> RunConfig:
-    """Replaces the source of a run's data; of rollouts, which have none, the data and the objective."""
-    if "source" in {field.name for field in fields(config.data)}:
+    """Replaces the source of a run's data, or its data and objective.
+
+    Rollouts have no source, and other preferences than the run's have no scores of the reference.
+    """
+    has_source = "source" in {field.name for field in fields(config.data)}
+    if has_source and not isinstance(config.data, AnswersData):
         return replace(config, data=replace(config.data, source=source))
     texts = TextData(source=source, tokenizer=str(RunDirectory(directory).tokenizer))
     texts = replace(texts, seq_tokens=min(texts.seq_tokens, config.model.max_positions))
@@ -264,8 +275,6 @@ def _on_documents(config: RunConfig, source: str, directory: Path) -> RunConfig:
 
 def _in_rows(batch: Batch) -> Batch:
     """Flattens the two answers of preferences, [batch, 2, seq], to rows of tokens, which a model takes."""
-    if batch["tokens"].ndim < 3:
-        return batch
     return {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items() if array.ndim == 3}
 
 

@@ -164,6 +164,9 @@ def test_wrong_importance_is_refused(tmp_path):
     write_imatrix(tmp_path / "wide.gguf", {"blk.0.ffn_gate.weight": np.ones((1, 96), np.float32)})
     with pytest.raises(ConversionError, match=r"blk.0.ffn_gate.weight has the importance of \[96\] columns"):
         FORMAT.export_run(tmp_path / "run", tmp_path / "a.gguf", stored="Q4_0", importance=tmp_path / "wide.gguf")
+    write_imatrix(tmp_path / "experts.gguf", {"blk.0.ffn_gate.weight": np.ones((4, 64), np.float32)})
+    with pytest.raises(ConversionError, match=r"has the importance of \[4, 64\] columns, and the model has \[64\]"):
+        FORMAT.export_run(tmp_path / "run", tmp_path / "a.gguf", stored="Q4_0", importance=tmp_path / "experts.gguf")
     (tmp_path / "text.npz").write_text("no archive")
     for name in ("text.npz", "none.npz"):
         with pytest.raises(ConversionError, match="stack quantize RUN --importance"):

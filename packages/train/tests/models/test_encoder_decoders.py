@@ -153,6 +153,8 @@ def test_what_an_encoder_decoder_does_not_do_is_refused(model, tmp_path):
 
 
 def test_wrong_sizes_are_refused():
+    with pytest.raises(ConfigError, match="Set buckets"):
+        make_config("t5", buckets=2)
     with pytest.raises(ConfigError, match=r"Set buckets to 4 or more, and max_distance above 3"):
         make_config("t5", max_distance=3)
     with pytest.raises(ConfigError, match="start_token=61 is outside of the vocabulary, 0 to 60"):

@@ -29,7 +29,7 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
     out: Path,
     data: str | None = None,
     calibration_batches: int = STREAM_BATCHES,
-    evaluation_batches: int = 32,
+    evaluation_batches: int | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Quantize a trained model: stack quantize RUN --recipe w4a8 --out DIR, or --budget 3.5bits
@@ -52,8 +52,9 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
         `stack convert RUN gguf:FILE --stored Q4_K_M --importance FILE`.
       out: the directory to write, or the file of a sweep or of the importance; it must not exist.
       data: documents for calibration and evaluation, as SOURCE or SOURCE:ADDRESS; by default the run's own data.
-      calibration_batches: number of training batches for static ranges and algorithms, if the recipe has any.
-      evaluation_batches: maximum number of held-out batches for measuring the loss; 0 skips the measurement.
+      calibration_batches: number of training batches for static ranges, algorithms and the importance.
+      evaluation_batches: maximum number of held-out batches for measuring the loss, by default 32; 0 skips the
+        measurement.
       json: print the results and the rows of the report as JSON.
     """
     from stack_core.runtime.compile_cache import keep_compiled
@@ -63,11 +64,12 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
     options: Any = {
         "data": data,
         "calibration_batches": calibration_batches,
-        "evaluation_batches": evaluation_batches,
+        "evaluation_batches": 32 if evaluation_batches is None else evaluation_batches,
     }
     names = None if types is None else tuple(name.strip() for name in types.split(","))
     if importance:
-        _check_importance_options(recipe=recipe, budget=budget, types=types, algorithm=algorithm, sweep=sweep or None)
+        options = {"recipe": recipe, "budget": budget, "types": types, "algorithm": algorithm, "sweep": sweep or None}
+        _check_importance_options(**options, evaluation_batches=evaluation_batches)
         _measure(source, out, data, calibration_batches, json)
         return
     if sweep:
@@ -105,7 +107,7 @@ def _rules_of(recipe: str | None, budget: str | None, types: Sequence[str] | Non
 def _check_importance_options(**options: Any) -> None:
     from stack_quant.errors import QuantError
 
-    if chosen := [f"--{name}" for name, value in options.items() if value is not None]:
+    if chosen := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
         raise QuantError(
             f"--importance measures the model in floating point and quantizes nothing. Leave {', '.join(chosen)} out."
         )

@@ -14,6 +14,7 @@ from stack_core.abi.errors import ConfigError, EngineStopped, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.text.embeddings import check_generates, is_encoder
+from stack_core.text.sources import check_continues
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.limits import Limits
@@ -32,7 +33,12 @@ _USED = frozenset({"max_tokens", "step_tokens", "tensor", "embeddings"})
 def make_engine(
     checkpoint: GenerativeCheckpoint, config: EngineConfig | None = None, *, progress: Progress | None = None
 ) -> "LLMEngine | EncoderEngine":
-    """Returns the engine of a language model or of an encoder."""
+    """Returns the engine of a language model or of an encoder.
+
+    Raises:
+      GenerationError: the model is an encoder-decoder.
+    """
+    check_continues(checkpoint)
     return (EncoderEngine if is_encoder(checkpoint) else LLMEngine)(checkpoint, config, progress=progress)
 
 

@@ -78,7 +78,8 @@ class TokenGenerator:
         if self.reads_source:
             if prompt_tokens > positions:
                 raise GenerationError(
-                    f"The source is {prompt_tokens} tokens long; the model has max_positions={positions}. Shorten it."
+                    f"The source is {prompt_tokens} tokens long; the model has max_positions={positions}. Shorten it, "
+                    "or raise n_positions in config.json, or model.max_positions of a run: no weight depends on it."
                 )
             return min(max_tokens, positions - 1)
         free = positions - prompt_tokens

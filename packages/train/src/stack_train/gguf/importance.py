@@ -58,7 +58,7 @@ class Importance:
         return found
 
     def of(self, rule: WeightRule, tensor: str, own: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """Returns the importance of a tensor's columns, float32[..., 1, d_in]; None if the file has none.
+        """Returns the importance of a tensor's columns, float32[..., 1, d_in]; None if the file lacks it.
 
         Args:
           rule: location of the parameter.
@@ -80,9 +80,10 @@ class Importance:
             return rule.tensors(np.broadcast_to(array, (*leading, *array.shape[len(leading) :])))[tensor]
         if (array := self.of_tensors.get(own)) is not None:
             self._used.add(own)
-            columns = next(iter(rule.tensor_shapes(shape).values()))[-1]
-            if array.shape[-1] != columns:
-                raise self._other_model(own, array.shape[-1:], (columns,))
+            full = next(iter(rule.tensor_shapes(shape).values()))
+            found, expected = (tuple(each[:-2]) + tuple(each[-1:]) for each in (array.shape, full))
+            if found != expected:
+                raise self._other_model(own, found, expected)
         return array
 
     def check_used(self) -> None:

@@ -201,6 +201,11 @@ class HuggingFaceFormat:
                 f"--data SOURCE, with a source among {', '.join(registries.data_sources.names())}."
             )
         source = _open_language_model(directory)
+        if hasattr(source.config, "start_token"):
+            raise ConversionError(
+                f"{directory} is an encoder-decoder, which is measured on pairs of texts, and --data names documents. "
+                f"Train a run on data.name: pairs with run.init_from: hf:{directory}, and quantize the run."
+            )
         documents = _fitting(TextData(source=data, tokenizer=str(directory)), source.config)
         config = RunConfig(output=str(directory), model=source.config, data=documents)
 

@@ -54,7 +54,8 @@ class DecoderConfig:
         of trained parameters.
       remat: values of each layer that are saved for the backward pass; the others are recomputed. "none" saves all,
         "dots" matrix products, "dots_no_batch" matrix products except attention's, "full" only the layer's input. Or
-        values by name, {save: [query, key, value], offload: [layer_input]}, the offloaded ones in the host's memory.
+        values by name, {save: [query, key, value], offload: [layer_input]}, the offloaded ones in the host's memory;
+        a vision tower then saves the inputs of its layers.
       unroll: compiles every layer separately in training instead of a loop, which makes steps faster and compilation
         slower. None does so for up to 32 layers on a single GPU.
       context_keys: exchange between the `mesh.context` devices that share a sequence: "ring" receives one device's keys

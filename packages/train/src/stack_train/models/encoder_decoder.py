@@ -93,7 +93,8 @@ class EncoderDecoderConfig:
                 f"start_token={self.start_token} is outside of the vocabulary, 0 to {self.vocab_size - 1}. Change it."
             )
         # Raises for invalid buckets.
-        self.positions(bidirectional=False)
+        for is_encoder in (True, False):
+            self.positions(bidirectional=is_encoder)
 
     @property
     def decoder_layer_count(self) -> int:

@@ -109,7 +109,7 @@ class RelativeAttention(nnx.Module):
         self.output = build.linear((inner, embed), ("heads", "embed"), residual=True)
 
     def keys_values(self, x: Hidden) -> tuple[SplitHeads, SplitHeads]:
-        """Projects the tokens that queries attend to."""
+        """Projects the attended tokens."""
         return self._split(self.key(x)), self._split(self.value(x))
 
     def __call__(self, x: Hidden, key: jax.Array, value: jax.Array, **options: Any) -> Hidden:

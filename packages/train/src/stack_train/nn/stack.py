@@ -39,7 +39,7 @@ residuals."""
 
 @config
 class NamedRemat:
-    """Values of each layer, by name, that are kept for the backward pass; the others are recomputed.
+    """Names of the values of each layer that the backward pass reads; it recomputes everything else.
 
     Attributes:
       save: values that stay in the device's memory.
@@ -68,7 +68,7 @@ _seen: ContextVar[set[str] | None] = ContextVar("seen", default=None)
 
 
 def named(x: jax.Array, name: ValueName, *, by_op: bool = False) -> jax.Array:
-    """Names a value that a `NamedRemat` can keep. Outside of `check_names` it has no effect.
+    """Names a value for `NamedRemat`. Outside of `check_names` it does nothing.
 
     Args:
       by_op: the value is the result of the op in `_OPS`, and kept with the op's residuals.

@@ -53,7 +53,7 @@ def check_sections(config: RunConfig) -> None:
     if hasattr(config.model, "start_token") and "source_tokens" not in shapes:
         raise ConfigError(
             f"model.name={config.model.name!r} generates targets from sources, and data.name={config.data.name!r} has "
-            "no sources. Set data.name to pairs, or choose another model."
+            "no sources. Set data.name to pairs or spans, or choose another model."
         )
     if config.run.minutes is not None and config.cluster.hosts is not None:
         raise ConfigError(

@@ -19,7 +19,14 @@ from stack_train.storage.remote_run import local_copy
 __all__ = ["Start", "model_differences", "open_start"]
 
 # Dtypes, rematerialization, unrolling and initialization may differ in a new run; the function of the model may not.
-_FREE = ("model.dtype", "model.param_dtype", "model.remat", "model.unroll", "model.initializer_std")
+_FREE = (
+    "model.dtype",
+    "model.param_dtype",
+    "model.remat",
+    "model.unroll",
+    "model.initializer_std",
+    "model.initializer_factor",
+)
 
 
 @dataclass(frozen=True)

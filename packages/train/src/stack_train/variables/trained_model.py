@@ -263,7 +263,7 @@ RUN_FORMAT = RunFormat()
 def _on_documents(config: RunConfig, source: str, directory: Path) -> RunConfig:
     """Replaces the source of a run's data, or its data and objective.
 
-    Rollouts have no source, and other preferences than the run's have no scores of the reference.
+    Rollouts lack a source, and new preferences lack scores of the reference.
     """
     has_source = "source" in {field.name for field in fields(config.data)}
     if has_source and not isinstance(config.data, AnswersData):

@@ -5,7 +5,7 @@ import pytest
 
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ConfigError, DataError
-from stack_train.data.kinds.pairs import PairData
+from stack_train.data.kinds.pairs import PairData, TextPair, fitting_pairs
 
 MODEL = SimpleNamespace(vocab_size=300, max_positions=256, start_token=299, name="t5")
 RECORDS = [{"source": "ab" * (1 + n % 3), "target": "z" * (1 + n % 4)} for n in range(12)]
@@ -69,6 +69,13 @@ def test_long_texts_follow_the_policy(build):
     assert sorted((batch["targets"] == batches.tokenizer.eos_id).sum(1).tolist()) == [0, 1]
     with pytest.raises(DataError, match="None of 2 pairs fits"):
         build(records[12:], too_long="drop")
+
+
+def test_a_source_that_is_cut_keeps_its_end():
+    sources = [np.asarray(tokens, np.int32) for tokens in ([5, 6, 7, 1], [5, 6, 7, 8], [5, 1])]
+    pairs = [TextPair("a", source, np.ones(2, np.int32)) for source in sources]
+    kept = fitting_pairs(pairs, 3, 2, "cut", end_token=1)
+    assert [pair.source.tolist() for pair in kept] == [[5, 6, 1], [5, 6, 7], [5, 1]]
 
 
 @pytest.mark.parametrize(

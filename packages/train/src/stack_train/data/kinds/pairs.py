@@ -39,12 +39,14 @@ class PairData:
       name: selects this kind of data.
       source_field: field of a record with the source text.
       target_field: field of a record with the target text.
-      prefix: text before each source, such as "translate English to German: ".
+      prefix: text before each source, such as "translate English to German: "; prompts of generation must begin
+        with it, too.
       tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
       source_tokens: tokens per row of sources.
       target_tokens: tokens per row of targets.
       packed: True packs several pairs into a row, as segments that do not attend to each other.
-      too_long: policy for texts longer than a row: "error", "drop", or "cut", which keeps the beginning.
+      too_long: policy for texts longer than a row: "error", "drop", or "cut", which keeps the beginning, and the
+        end token of a source.
       batch_size: rows per batch, over all processes.
       validation_fraction: fraction of the pairs held out for validation.
       prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
@@ -89,7 +91,7 @@ class PairData:
         pairs = [self._pair(tokenizer, name, record) for name, record in records]
         if not pairs:
             raise DataError(f"{self.source} holds no pair. Point data.source at files with some.")
-        kept = fitting_pairs(pairs, self.source_tokens, self.target_tokens, self.too_long)
+        kept = fitting_pairs(pairs, self.source_tokens, self.target_tokens, self.too_long, end_token=tokenizer.eos_id)
         return PairRows(self, tokenizer, kept, seed=seed, start_token=model.start_token)
 
     def _pair(self, tokenizer: HuggingFaceTokenizer, name: str, record: Mapping[str, Any]) -> "TextPair":
@@ -211,13 +213,19 @@ def check_source_model(kind: str, model: Any, *, source_tokens: int, target_toke
 
 
 def fitting_pairs(
-    pairs: Sequence[TextPair], source_tokens: int, target_tokens: int, too_long: TooLong
+    pairs: Sequence[TextPair], source_tokens: int, target_tokens: int, too_long: TooLong, *, end_token: int
 ) -> list[TextPair]:
     """Returns the pairs whose texts fit a row, after cutting them if `too_long` is "cut".
+
+    A cut source keeps `end_token` at its end, as in generation; a cut target lacks it.
 
     Raises:
       DataError: a text is too long and `too_long` is "error", or all pairs were dropped.
     """
+
+    def cut(source: Int32[np.ndarray, " seq"]) -> Int32[np.ndarray, " cut_seq"]:
+        is_longer = len(source) > source_tokens and source[-1] == end_token
+        return np.append(source[: source_tokens - 1], source[-1]) if is_longer else source[:source_tokens]
 
     def fits(pair: TextPair) -> bool:
         return len(pair.source) <= source_tokens and len(pair.target) <= target_tokens
@@ -231,7 +239,7 @@ def fitting_pairs(
             "Raise them, or set data.too_long to drop (leaves these pairs out) or cut (keeps the beginnings of texts)."
         )
     if too_long == "cut":
-        return [TextPair(pair.name, pair.source[:source_tokens], pair.target[:target_tokens]) for pair in pairs]
+        return [TextPair(pair.name, cut(pair.source), pair.target[:target_tokens]) for pair in pairs]
     if not (kept := list(filter(fits, pairs))):
         raise DataError(
             f"None of {len(pairs)} pairs fits data.source_tokens={source_tokens} and "

@@ -31,11 +31,11 @@ __all__ = ["SpanData", "SpanRows", "corrupt_spans"]
 
 @config
 class SpanData:
-    """Documents whose spans are replaced by sentinels in the source. The target has the spans, each after its sentinel.
+    """Span corruption: sentinels replace spans of the documents. The target has the spans, each after its sentinel.
 
         text    Thank you for inviting me to your party last week
-        source  Thank you <extra_id_0> me to your party <extra_id_1> week
-        target  <extra_id_0> for inviting <extra_id_1> last
+        source  Thank you <extra_id_0> me to your party <extra_id_1>
+        target  <extra_id_0> for inviting <extra_id_1> last week
 
     Documents are concatenated and cut into rows of `seq_tokens` tokens. The spans of a row are sampled anew in each
     epoch. Batches have the arrays of data of kind `pairs`, with as many tokens as a full row has after its corruption.

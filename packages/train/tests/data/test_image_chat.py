@@ -102,7 +102,8 @@ def test_images_with_grids_are_packed(tmp_path):
     (tmp_path / "red.png").write_bytes(png((255, 0, 0), (8, 8)))
     (tmp_path / "blue.png").write_bytes(png((0, 0, 255), (12, 4)))
     config.check(model)
-    batch = config.build(seed=0, model=model).train_batch(np.array([0]))
+    found = config.build(seed=0, model=model)
+    batch = found.train_batch(np.array([0]))
     assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
         name: (struct.shape, struct.dtype) for name, struct in config.spec(model).items()
     }
@@ -116,6 +117,9 @@ def test_images_with_grids_are_packed(tmp_path):
     red, blue = batch["pixels"][0, :16].reshape(16, 3, 4), batch["pixels"][0, 16:28].reshape(12, 3, 4)
     assert (red.transpose(0, 2, 1) == (255, 0, 0)).all() and (blue.transpose(0, 2, 1) == (0, 0, 255)).all()
     assert not batch["pixels"][0, 28:].any()
+    (tmp_path / "red.png").write_bytes(png((255, 0, 0), (8, 4)))
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: .*red\.png: The image has 2 tokens, and had 4 when"):
+        found.train_batch(np.array([0]))
     (tmp_path / "blue.png").write_bytes(png((0, 0, 255), (500, 2)))
     with pytest.raises(DataError, match=r"chats\.jsonl:1: .*blue\.png: The image has 500 x 2 pixels"):
         config.build(seed=0, model=model)

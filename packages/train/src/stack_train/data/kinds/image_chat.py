@@ -138,7 +138,8 @@ class ImageChatData:
                 f"{name} has {len(urls)} images, and a row {self.row_images}. Raise data.row_images, or divide it."
             )
         found = tokenization.conversation(name, {**record, **taken}, tokens)
-        return ImageConversation(found.name, found.tokens, found.supervised, tuple(urls), digest.hexdigest())
+        images = tuple(zip(urls, tokens, strict=True))
+        return ImageConversation(found.name, found.tokens, found.supervised, images, digest.hexdigest())
 
 
 def _contents(url: str) -> bytes:
@@ -155,11 +156,11 @@ class ImageConversation(Conversation):
     """A tokenized conversation with images.
 
     Attributes:
-      images: path or data URL of each image.
+      images: path or data URL of each image, and the number of its tokens.
       digest: hash of the image files.
     """
 
-    images: tuple[str, ...] = ()
+    images: tuple[tuple[str, int], ...] = ()
     digest: str = ""
 
     @property
@@ -200,14 +201,14 @@ class ImageChatBatches(ChatBatches):
 
     def _rows(self, plan: Sequence[Any], rows: Int64[np.ndarray, " batch"]) -> dict[str, Any]:
         places = [
-            (number, index, url)
+            (number, int(index), *image)
             for number, row in enumerate(rows)
             for index in plan[row]
-            for url in self._images_of(int(index))
+            for image in self._images_of(int(index))
         ]
         images: list[list[ReadImage]] = [[] for _ in rows]
         with ThreadPoolExecutor(_DECODERS) as decoders:
-            decoded = decoders.map(lambda place: self._decoded(int(place[1]), place[2]), places)
+            decoded = decoders.map(lambda place: self._decoded(*place[1:]), places)
             for (number, *_), image in zip(places, decoded, strict=True):
                 images[number].append(image)
         found = {name: np.zeros((len(rows), *array.shape), array.dtype) for name, array in self._arrays.items()}
@@ -216,13 +217,21 @@ class ImageChatBatches(ChatBatches):
                 found[name][number, : len(values)] = values
         return {**super()._rows(plan, rows), **found}
 
-    def _decoded(self, index: int, url: str) -> ReadImage:
+    def _decoded(self, index: int, url: str, tokens: int) -> ReadImage:
+        where = f"{self._examples[index].name}: {url[:80]}"
         try:
-            return self._reader.read(_contents(url))
+            image = self._reader.read(_contents(url))
         except (DataError, GenerationError) as error:
-            raise DataError(f"{self._examples[index].name}: {url[:80]}: {error}") from error
+            raise DataError(f"{where}: {error}") from error
+        if image.tokens != tokens:
+            # Features would move to the tokens of other images.
+            raise DataError(
+                f"{where}: The image has {image.tokens} tokens, and had {tokens} when the data was tokenized. Keep "
+                "image files unchanged during training; restore this one, or start again."
+            )
+        return image
 
-    def _images_of(self, index: int) -> tuple[str, ...]:
+    def _images_of(self, index: int) -> tuple[tuple[str, int], ...]:
         conversation: Any = self._examples[index]
         return conversation.images
 

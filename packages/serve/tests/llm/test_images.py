@@ -32,6 +32,15 @@ def test_the_least_recently_used_images_are_replaced():
     assert rows.assign([a]) == [a]
 
 
+def test_images_of_a_step_are_replaced_in_order():
+    rows, images = FeatureRows(8), [image(name, 1) for name in "abcdefgh"]
+    rows.assign(images)
+    rows.assign(images[::-1])
+    for count in range(1, 8):
+        rows.assign([image(f"new {count}", 1)])
+        assert [each.digest in rows._rows_of for each in images] == [True] * (8 - count) + [False] * count
+
+
 def test_the_pool_grows_for_a_step_with_more_images():
     rows, images = FeatureRows(4), [image(name, 3) for name in "abc"]
     rows.assign(images[:1])

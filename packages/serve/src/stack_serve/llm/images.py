@@ -61,8 +61,9 @@ class FeatureRows:
             self.capacity = needed
         new = [image for digest, image in distinct.items() if digest not in self._rows_of]
         # The images of the step become the most recent ones, so none of them is replaced below.
-        for digest in distinct.keys() & self._rows_of.keys():
-            self._rows_of.move_to_end(digest)
+        for digest in distinct:  # in order: a set's depends on the hash seed
+            if digest in self._rows_of:
+                self._rows_of.move_to_end(digest)
         for image in new:
             while len(self._free) < image.tokens:
                 self._free = np.concatenate([self._free, self._rows_of.popitem(last=False)[1]])

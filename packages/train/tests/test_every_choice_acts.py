@@ -225,11 +225,10 @@ def other_values(family, field, hint, value):
     if field in VALUES:
         given = VALUES[field]
         return [given.get(family) if isinstance(given, dict) and family in given else given]
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        return [option for option in options if option != value]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = [option for option in options if option is not type(None)][:1]
+        (hint,) = [option for option in typing.get_args(hint) if option is not type(None)][:1]
+    if typing.get_origin(hint) is typing.Literal:
+        return [option for option in typing.get_args(hint) if option != value]
     if hint is bool:
         return [not value]
     return {int: [2 * (value or 1)], float: [0.5 * (value or 1.0)]}.get(hint, [])

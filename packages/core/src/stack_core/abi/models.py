@@ -56,7 +56,7 @@ class ImageTokens:
     Attributes:
       features: [n, embed] for all rows, or [batch, n, embed] per row; (1 + layers) embed if layers add features.
       rows: int32[batch, seq], index of the features of each token; -1 keeps the embedding.
-      ahead: int32[batch, seq], number of visible later tokens of the image, or None.
+      ahead: int32[batch, seq], number of visible later tokens of the image; None if causal.
       positions: int32[batch, seq, axes], for rotary embeddings with several axes, or None.
     """
 

@@ -54,5 +54,5 @@ FAMILY = vision_family(
     fixed={"norm_topk_prob": True},
     names=_NAMES,
     sizes=("30B-A3B", "235B-A22B"),
-    tested=("logits", "greedy", "conversion", "pages"),
+    tested=("logits", "greedy", "gradients", "conversion", "pages"),
 )

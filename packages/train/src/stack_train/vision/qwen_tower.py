@@ -85,9 +85,15 @@ class QwenTowerConfig:
             )
         ascending = all(left < right for left, right in zip(self.deepstack, self.deepstack[1:], strict=False))
         if not ascending or any(layer >= self.layers for layer in self.deepstack):
-            raise ConfigError(f"deepstack={list(self.deepstack)} are not ascending layers below layers={self.layers}.")
+            raise ConfigError(
+                f"deepstack={list(self.deepstack)} are not ascending layers below layers={self.layers}. Give each "
+                "layer once, in order, or raise layers."
+            )
         if not len(self.mean) == len(self.std) == self.channels:
-            raise ConfigError(f"mean={list(self.mean)} and std={list(self.std)} need channels={self.channels} values.")
+            raise ConfigError(
+                f"mean={list(self.mean)} and std={list(self.std)} need channels={self.channels} values. Give both that "
+                "many, or change channels."
+            )
 
     @property
     def patch_values(self) -> int:

@@ -114,9 +114,9 @@ def test_a_capture_whose_recording_is_lost_leaves_no_file_of_memray(tmp_path, mo
 
 def test_without_memray_the_error_names_the_extra(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "memray", None)
-    with pytest.raises(CaptureError, match=r"profile\[memray\]"):  # of this source, where it is installed from one
+    with pytest.raises(CaptureError, match=r"profile\S*\[memray\]"):  # of this source, where it is installed from one
         load_memray()
-    with pytest.raises(CaptureError, match=r"profile\[memray\]"):
+    with pytest.raises(CaptureError, match=r"profile\S*\[memray\]"):
         stack_profile.capture(tmp_path, python_heap=True)
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('it ran')")

@@ -104,7 +104,8 @@ class FlowMatchingConfig(DenoisingConfig):
       times: distribution of the times before `shift` is applied: uniform, or logistic of a normal variable, which
         samples the middle more often.
       logit_mean, logit_std: mean and standard deviation of the normal variable.
-      shift: see `FlowConfig`; a `DynamicShift` depends on the size of the images.
+      shift: values above 1 train more at high noise, which larger images need; a `DynamicShift`, given by its keys,
+        depends on the size of the images.
 
     Sources: Lipman et al., Flow Matching, 2023 (arXiv:2210.02747); Liu et al., 2023 (arXiv:2209.03003); logit-normal
     times and the shift: Esser et al., 2024 (arXiv:2403.03206).

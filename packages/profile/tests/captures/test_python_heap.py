@@ -122,7 +122,7 @@ def test_without_memray_the_error_names_the_extra(tmp_path, monkeypatch, capsys)
     script.write_text("raise SystemExit('it ran')")
     with pytest.raises(SystemExit) as end:
         main(["profile", "run", "--python-heap", str(script)])
-    assert end.value.code == 2 and "profile[memray]" in capsys.readouterr().err
+    assert end.value.code == 2 and "[memray]" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["profile", "run", "--python-heap", "--listen", str(script)])
     assert "leave out --listen" in capsys.readouterr().err

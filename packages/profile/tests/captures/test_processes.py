@@ -115,7 +115,5 @@ def test_the_observers_of_a_distributed_run_make_one_trace(tmp_path):
     assert len(trace.devices) == len({ops.device for ops in trace.devices}) == 2
     starts = np.array([[step.start_ps for step in trace.steps[ops.device]] for ops in trace.devices])
     assert starts.shape == (2, 4)
-    # A step sums over both processes, so neither can be a step of 20 ms ahead of the other. A thread that waits for a
-    # processor records the beginning of its first operation late.
-    late_ps = 5 * 10**9
-    assert (starts[:, :-1].max(axis=0) < starts[:, 1:].min(axis=0) + late_ps).all()
+    # A step sums over both processes, so neither can be a step ahead of the other.
+    assert (starts[:, :-1].max(axis=0) < starts[:, 1:].min(axis=0)).all()

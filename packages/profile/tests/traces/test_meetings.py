@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from stack_profile.traces.meetings import _shift
+
 SECOND = 10**12
 TRANSFER_US = 20
 
@@ -59,6 +61,17 @@ def test_runs_of_one_length_leave_the_number_of_runs_open(formation):
     trace = formation(np.full((12, 2), 100), clocks=(0, 10_000), regular=True)
     assert trace.clocks[1].is_regular
     assert abs(trace.clocks[1].offset_s - 0.01) <= trace.clocks[1].error_s
+
+
+@pytest.mark.parametrize(("runs", "expected"), [(4, (0, True)), (16, (0, False))])
+def test_a_late_end_does_not_make_another_match_of_a_few_runs_better(runs, expected):
+    """Of four runs every 20 ms, two match exactly if they are shifted by two; the first host's third one ends late."""
+    random = np.random.default_rng(0)
+    starts = np.arange(runs) * 20e9 + (random.integers(0, 10**9, runs) if runs > 4 else 0)
+    first, second = (np.stack([starts, starts + 1e8], axis=-1)[:, None] for _ in range(2))
+    first[2, 0, 1] += 5e8
+    shift, _, is_regular = _shift([(first, second)], None)
+    assert (shift, is_regular) == expected
 
 
 def test_a_process_whose_rank_is_not_its_place_meets_the_right_ones(formation):

@@ -347,6 +347,6 @@ def _notes(trace: Trace, rows: Sequence[HostRow], causes: Sequence[CauseRow], el
         names = ", ".join(unknown)
         yield f"Without a collective with the first host, a clock is unknown, and its times are as recorded: {names}."
     if any(clock.is_regular for clock in trace.clocks):
-        yield "Runs are so regular that offsets may be wrong by whole runs; the smallest possible offset is used."
+        yield "Runs are so regular or few that offsets may be wrong by whole runs; the smallest offset is used."
     if not trace.calling_samples:
         yield "The trace has no sampled Python stacks, which would name the lines of the hosts."

@@ -8,7 +8,8 @@ With e[k] and s[k] the end and the start of execution k on a host's own clock, t
 over the quickest tenth of the executions. The limits hold because no member ends before another one has started. The
 error is the duration of these executions on the last member, plus twice the standard error of the median, unless the
 limits are closer. Traces do not number the executions of different hosts alike: runs of a program are matched such that
-the differences vary least; of several matches that fit, the smallest offset is used.
+the differences vary least; of several matches that fit, the smallest offset is used. With fewer than eight runs every
+match fits, because a wrong one may vary little by accident.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class HostClock:
       center_ps: time on the first host's clock at which the clocks differ by `offset_s`.
       collectives: number of compared executions.
       is_moved: True if the trace's times are corrected by the offset, which they are if it exceeds the error.
-      is_regular: True if runs of the program are so regular that the offset may be wrong by whole runs.
+      is_regular: True if runs of the program are so regular or few that the offset may be wrong by whole runs.
     """
 
     name: str
@@ -437,12 +438,14 @@ def _shift(pairs: Sequence[tuple[np.ndarray, np.ndarray]], offset: float | None)
     # so a larger offset needs differences that are clearly more equal.
     jitter = float(np.nanpercentile(durations, 25))
     limit = 4 * min(spread for _, _, spread in found) + jitter
-    fitting = [each for each in found if each[2] <= limit]
+    has_few = min(len(first), len(second)) < _FEW_RUNS
+    fitting = [each for each in found if has_few or each[2] <= limit]
     shift, median, _ = min(fitting, key=lambda each: abs(each[1] - (offset or 0.0)))
     return shift, median, len(fitting) > 1
 
 
 _MOST_COLUMNS: Final = 100
+_FEW_RUNS: Final = 8
 
 
 def _median(values: np.ndarray) -> tuple[float, float]:

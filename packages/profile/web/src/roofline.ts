@@ -92,7 +92,10 @@ function chart(capture: Capture, all: readonly Point[], actions: PanelActions, b
     svg.append(s("line", { class: "roof", x1: Math.max(ridge, LEFT), x2: right, y1: level, y2: level }));
     const text = `${names.join(", ")} ${flops(peak)}FLOP/s`;
     const size = text.length * 6.2;
-    if (labels.take(right - size, level - 15, size)) svg.append(s("text", { class: "ceiling", x: right - 2, y: level - 4, "text-anchor": "end" }, text));
+    // To the left of the label of a higher peak that is close.
+    let end = right;
+    while (end - size > LEFT && !labels.take(end - size, level - 15, size)) end -= 12;
+    svg.append(s("text", { class: "ceiling", x: end - 2, y: level - 4, "text-anchor": "end" }, text));
     if (i || !bandwidth) return;
     const low = x.from(LEFT);
     const clipped = Math.max(bandwidth * low, y.from(height - BOTTOM));

@@ -78,6 +78,7 @@ def test_public_names_of_building() -> None:
         "joined_by_sinks",
         "logical_array",
         "masked_logits",
+        "named_residuals",
         "padding_as_zero",
         "parameters_of",
         "picked",

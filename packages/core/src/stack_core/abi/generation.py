@@ -41,7 +41,7 @@ def _json_text(schema: Any) -> Any:
 
 @config
 class Constraint:
-    """A formal language that contains the text of a continuation; exactly one is given.
+    """The formal language of a continuation; exactly one field defines it.
 
     Each step samples among the tokens that continue a text of the language, and end tokens if the text is complete. The
     continuation ends with the language, even with `ignore_eos` and before `min_tokens`.
@@ -52,7 +52,7 @@ class Constraint:
       choice: texts, one of which is generated.
       grammar: context-free grammar; the engine "llm" reads Lark's syntax and GBNF.
       whitespace: regular expression of the space between JSON tokens; None lets the engine choose.
-      reasoning_end: text that ends the reasoning before the language; None means that there is no reasoning.
+      reasoning_end: text that ends the reasoning before the constrained text; None means no reasoning.
       reasoning_begin: text that begins the reasoning, which may then be missing; None means that the prompt began it.
     """
 

@@ -35,12 +35,12 @@ class Key:
     Attributes:
       name: dotted path of the key, such as "run.steps".
       type: type as text, such as "int > 0 | None".
-      default: default value as plain data; None if `required`.
-      required: whether the key has no default.
-      text: description from the docstring of its class; "" if it has none.
+      default: the key's default as plain data; None if `required`.
+      required: True if a config must set the key.
+      text: description from the docstring of its class, or "".
       plugins: plugins that register the class.
       selections: values of `selector` with which the key exists; empty if it always exists.
-      selector: dotted path of the key that selects the class, such as "model.name"; "" if there is none.
+      selector: dotted path of the key that selects the class, such as "model.name", or "".
     """
 
     name: str

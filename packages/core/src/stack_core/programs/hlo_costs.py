@@ -41,9 +41,9 @@ class Collective:
         exceeds neither.
       group: positions in the program's list of devices that communicate with each other, for the first of several such
         groups. Between TPU slices, a number per device instead, which only counts them.
-      op_name: location in the traced program.
+      op_name: source location in the traced program.
       runner: name of the instruction under which a device runs it, see `stack_core.programs.hlo.Execution`.
-      is_gather: whether it is an all-reduce of zero-padded parts, which is how TPUs run some gathers.
+      is_gather: True for an all-reduce of zero-padded parts: TPUs run some gathers in this way.
       between_slices: whether devices of several slices communicate.
       groups: all groups, and for a collective-permute all pairs of source and target; empty between TPU slices.
     """
@@ -173,8 +173,8 @@ def collectives(module: Module, device_count: int, slice_of: Sequence[int] = ())
     """Returns the collectives that run among more than one device, in the order of the module.
 
     Args:
-      device_count: number of devices that the module was compiled for; of one slice if these are several TPU slices.
-      slice_of: for each device, the slice that has it; empty for a single slice.
+      device_count: number of devices in the compiled module, or in one TPU slice if it has several.
+      slice_of: slice of each device; empty for a single slice.
     """
     found = []
     for execution in module.executions():

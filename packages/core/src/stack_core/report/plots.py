@@ -52,9 +52,9 @@ class Chart:
       x: field of the horizontal axis.
       y: field of the vertical axis.
       series: series to draw, one colour per series.
-      log: whether both axes are logarithmic; points that are not positive are omitted.
-      from_zero: whether to extend a linear vertical axis to 0.
-      size: "small" (without axis titles, for several side by side), "normal", or "whole" (full width of the page).
+      log: True for two logarithmic axes, which omit points that are not positive.
+      from_zero: True extends a linear vertical axis to 0.
+      size: "small" (without axis titles, for several side by side), "normal", or "whole" (page width).
     """
 
     title: str

@@ -54,15 +54,15 @@ class Op:
     """Op with its reference implementation and axes.
 
     Attributes:
-      name: name of the op.
+      name: the op's name.
       reference: forward pass of the implementation "reference". If `plain.is_plain()`, JAX can differentiate it in
         forward and reverse mode, any number of times.
-      axes: function that returns the axes of a call.
-      folds: axis into which the mapped axis of a `jax.vmap` is merged: "..." or a name; None if no axis can take it.
+      axes: computes the axes of a call.
+      folds: axis into which the mapped axis of a `jax.vmap` is merged: "..." or a name; None if it cannot be merged.
       residuals: names of residuals that a forward pass may pass to the backward pass of any implementation.
       backward: backward pass of the reference; by default JAX's derivative, which recomputes the forward pass.
       keeps: whether the default backward pass stores JAX's residuals instead of recomputing them.
-      linear_in: array parameters in which the result is linear (or affine) if all other parameters are fixed. The
+      linear_in: array parameters in which the result is linear (or affine) for fixed values of the rest. The
         derivative with respect to only one of them does not read it, so it is not stored for the backward pass.
     """
 

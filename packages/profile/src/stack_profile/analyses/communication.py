@@ -38,7 +38,7 @@ class CommunicationRow:
     Attributes:
       name: name of the group.
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-      axis: mesh axes that the collective spans; without a mesh, the number of its devices and their stride.
+      axis: mesh axes of the collective; without a mesh, its number of devices and their stride.
       line: Python line of the collectives; "" for several or unknown lines.
       occurrences: number of executions.
       array_bytes, sent_bytes: array bytes and bytes sent over the network, per device over all executions; None if the

@@ -30,7 +30,7 @@ __all__ = ["Roof", "RooflineRow", "chip_of", "ideal_times", "roof_of", "roofline
 
 @dataclass(frozen=True)
 class Roof:
-    """Peaks that the operations of a trace are compared with.
+    """The peaks of a trace's device.
 
     Attributes:
       chip: the chip; None if unknown.

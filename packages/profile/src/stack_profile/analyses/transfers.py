@@ -30,7 +30,7 @@ class TransferRow:
     """A collective between hosts. Times are means of the hosts, except `time_s`, which is the same for all.
 
     Attributes:
-      name: name of the collective, with its program.
+      name: collective and program.
       kind: "all-reduce", "all-gather", "collective-permute", ...
       hosts: hosts that send and receive, or pairs "source -> target".
       slices: TPU slices of the hosts; "" if the capture did not record them.
@@ -40,7 +40,7 @@ class TransferRow:
       sent_bytes: bytes that a host sends to other hosts in all executions; None if unknown.
       time_s: time from the last arrival to the end of all executions.
       rate_bytes_s: `sent_bytes` per second of `time_s`.
-      wait_s: time in which a host waited for the last one.
+      wait_s: time in which a host waited for the last host.
       slack_s: time between start and end in which the host's devices ran other operations.
       stall_s: time between start and end in which they ran nothing else, including `wait_s`.
       required_bytes_s: bandwidth that would fit the transfer in `slack_s`; None without slack.

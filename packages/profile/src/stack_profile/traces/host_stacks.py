@@ -51,12 +51,11 @@ class Pauses:
 
 @dataclass(frozen=True)
 class Lateness:
-    """Waits of the sampling thread after its timer, one per sample; other threads that get ready then wait as long.
+    """Delays of the sampling thread after its timer, one per sample. Any thread that gets ready then waits as long.
 
     Attributes:
-      interpreter_ps: time until the thread held the interpreter lock, without `processor_ps`.
-      processor_ps: time in which it was ready without a processor; None if the system does not count it. Then
-        `interpreter_ps` includes it.
+      interpreter_ps: wait for the interpreter lock, without `processor_ps`.
+      processor_ps: wait for a processor; None if the system does not count it, and then part of `interpreter_ps`.
     """
 
     interpreter_ps: np.ndarray

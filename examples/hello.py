@@ -15,10 +15,11 @@ import time
 import urllib.request
 from pathlib import Path
 
+from quickstart import STACK, command, say
+
 from stack_serve import LLM, SamplingParams
 
 CONFIG = Path(__file__).with_name("hello.yaml")
-STACK = (sys.executable, "-m", "stack_core")
 CAPITALS = {
     "Portugal": "Lisbon", "Japan": "Tokyo", "Italy": "Rome", "Egypt": "Cairo", "Spain": "Madrid",
     "Germany": "Berlin", "Greece": "Athens", "Cuba": "Havana", "Peru": "Lima", "Russia": "Moscow",
@@ -49,10 +50,11 @@ def main() -> None:
     serve = (*STACK, "serve", str(base), "--adapter", f"pirate={adapter}", "--max-sequences", "2")
     compare((*serve, "--port", "0", "--json"))
 
-    say(f"Done in {time.monotonic() - started_s:.0f} s. Next, after `. {Path(sys.prefix, 'bin', 'activate')}`:")
-    print(f"  stack chat gguf:{gguf}")
-    print(f"  stack serve {base} --adapter pirate={adapter}    # a chat page and OpenAI's API")
-    print(f"  stack quantize {base} --recipe w8a8 --out {base}-w8a8")
+    say(f"Done in {time.monotonic() - started_s:.0f} s. Next:")
+    stack = command()
+    print(f"  {stack} chat gguf:{gguf}")
+    print(f"  {stack} serve {base} --adapter pirate={adapter}    # a chat page and OpenAI's API")
+    print(f"  {stack} quantize {base} --recipe w8a8 --out {base}-w8a8")
 
 
 def model_file() -> Path:
@@ -92,10 +94,6 @@ def compare(command: tuple[str, ...]) -> None:
     finally:
         server.terminate()
         server.wait()
-
-
-def say(line: str) -> None:
-    print(f"\n=== {line}", flush=True)
 
 
 if __name__ == "__main__":

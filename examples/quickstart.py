@@ -1,6 +1,13 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = [
+#   "stack-core", "stack-kernels[cpu]", "stack-profile", "stack-quant", "stack-rl", "stack-serve", "stack-train",
+# ]
+# ///
 """Demonstrates the stack end to end with a small Llama trained on the Python standard library.
 
     python examples/quickstart.py [DIRECTORY]
+    uv run --find-links dist examples/quickstart.py     # in an environment of its own, from the wheels of `nox -s dist`
 
 The script trains, kills and resumes the run, then generates, aligns, profiles, quantizes, serves and exports the model.
 It runs on the CPU in about four minutes and needs stack-core and stack-train; without another package it skips that
@@ -11,6 +18,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,13 +95,22 @@ def conclude(directory: Path, served: Path) -> None:
     aligned = directory.with_name("run-aligned")
     reports = (directory / "report.html", aligned / "report.html", directory / "profile.html")
     print("Reports:", *(report.resolve().as_uri() for report in reports if report.exists()), sep="\n  ")
-    print(f"Next, after `. {Path(sys.prefix, 'bin', 'activate')}`:")
+    stack = command()
+    print("Next:")
     if is_installed("serve"):
-        print(f"  stack serve {served} --port 8000    # OpenAI's interface at http://127.0.0.1:8000")
+        print(f"  {stack} serve {served} --port 8000    # OpenAI's interface at http://127.0.0.1:8000")
     else:
-        print(f"  stack convert {directory} hf:exported    # for transformers")
-    print(f'  stack generate {served} --prompt "class Tree" --max-tokens 60')
-    print(f"  stack train {CONFIG} --output {directory.with_name('deeper')} --model.layers 4")
+        print(f"  {stack} convert {directory} hf:exported    # for transformers")
+    print(f'  {stack} generate {served} --prompt "class Tree" --max-tokens 60')
+    print(f"  {stack} train {CONFIG} --output {directory.with_name('deeper')} --model.layers 4")
+
+
+def command() -> str:
+    """Returns the command `stack` of this environment, as a shell in this directory finds it."""
+    program = Path(sys.executable).with_name("stack")
+    if shutil.which("stack") == str(program):
+        return "stack"
+    return os.path.relpath(program) if program.is_relative_to(Path.cwd()) else str(program)
 
 
 def generate(directory: Path) -> None:

@@ -181,16 +181,17 @@ def is_a_key(name):
     return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for key in known_keys())
 
 
+def keys_of(text):
+    """The config keys in the inline code of a page."""
+    sections_ = {name.partition(".")[0] for name in known_keys()}
+    found = {re.split(r"[:=]", span)[0] for span in code_spans(text)}
+    dotted = re.compile(r"\w+(\.\w+)+(?<!\.py)(?<!\.yaml)")
+    return [name for name in found if name.partition(".")[0] in sections_ and dotted.fullmatch(name)]
+
+
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_config_keys_of_a_page_exist(page):
-    sections_ = {name.partition(".")[0] for name in known_keys()}
-    found = {re.split(r"[:=]", span)[0] for span in code_spans(page.read_text())}
-    keys = [
-        name
-        for name in found
-        if name.partition(".")[0] in sections_ and re.fullmatch(r"\w+(\.\w+)+(?<!\.py)(?<!\.yaml)", name)
-    ]
-    assert not [name for name in keys if not is_a_key(name)]
+    assert not [name for name in keys_of(page.read_text()) if not is_a_key(name)]
 
 
 def configs_of(text):
@@ -214,20 +215,34 @@ def test_keys_of_the_yaml_of_a_page_exist(page):
         assert not [key for key in flat(whole) if not is_a_key(key)], config
 
 
+def code_of(text):
+    return [*code_spans(text), *re.findall(r"^ *stack .+$", text, re.MULTILINE)]
+
+
+def commands_of(text):
+    words = [line.split() for line in code_of(text)]
+    return [each[1] for each in words if each[:1] == ["stack"] and re.fullmatch("[a-z]+", " ".join(each[1:2]))]
+
+
+def public_names_of(text):
+    packages = r"\b(stack_(?:core|kernels|quant|train|rl|serve|profile))\.(\w+)"
+    return re.findall(packages, " ".join(code_of(text)))
+
+
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_commands_and_public_names_of_a_page_exist(page):
     text = page.read_text()
-    code = [*code_spans(text), *re.findall(r"^ *stack .+$", text, re.MULTILINE)]
     commands = {name.split()[0] for name in registries.commands}
-    used = {
-        words[1]
-        for words in map(str.split, code)
-        if words[:1] == ["stack"] and re.fullmatch("[a-z]+", " ".join(words[1:2]))
-    }
-    assert not used - commands - {"losses", "greet"}  # commands of examples
-    for package, name in re.findall(r"\b(stack_(?:core|kernels|quant|train|rl|serve|profile))\.(\w+)", " ".join(code)):
+    assert not set(commands_of(text)) - commands - {"losses", "greet"}  # commands of examples
+    for package, name in public_names_of(text):
         exists = hasattr(importlib.import_module(package), name) or importlib.util.find_spec(f"{package}.{name}")
         assert exists, f"{package}.{name}"
+
+
+def test_the_pages_have_configs_keys_commands_and_names_to_check():
+    texts = [page.read_text() for page in ALL_PAGES]
+    for find, least in ((configs_of, 20), (keys_of, 150), (commands_of, 400), (public_names_of, 80)):
+        assert sum(len(find(text)) for text in texts) >= least, find.__name__
 
 
 def namespace_of(block):

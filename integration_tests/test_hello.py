@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_the_quickstart_skips_steps_of_missing_packages_and_names_what_it_made(m
     assert ("--profile.first_step" in commands[0]) is not bool(missing)
     assert (tmp_path / "run" / "report.html").as_uri() in shown
     assert len(re.findall("^  stack ", shown, re.MULTILINE)) == 3
+
+
+def test_the_quickstarts_environment_has_every_package():
+    text = EXAMPLE.with_name("quickstart.py").read_text()
+    header = re.match(r"# /// script\n((?:# .*\n)+)# ///\n", text)
+    metadata = tomllib.loads(re.sub("^# ", "", header[1], flags=re.MULTILINE))
+    packages = EXAMPLE.parents[1].glob("packages/*/pyproject.toml")
+    names = {tomllib.loads(path.read_text())["project"]["name"] for path in packages}
+    assert {dependency.partition("[")[0] for dependency in metadata["dependencies"]} == names
 
 
 @pytest.mark.slow

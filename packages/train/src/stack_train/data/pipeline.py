@@ -17,8 +17,8 @@ from stack_train.data.corpus import Corpus, tokenize
 from stack_train.data.mixture import MixedBatches
 from stack_train.data.packing import Packing, Piece
 from stack_train.data.prepared.source import PreparedSource
-from stack_train.data.process_rows import ProcessRows
-from stack_train.data.rows import Batch, TrainIterator, filled, iterate_rows
+from stack_train.data.process_rows import ShuffledRows
+from stack_train.data.rows import Batch, filled
 from stack_train.data.settings import MixedSource, TextSettings
 from stack_train.data.source import ChainedSource, open_source
 from stack_train.data.split import split_documents
@@ -91,7 +91,7 @@ def build_mixture(
     )
 
 
-class Pipeline(ProcessRows):
+class Pipeline(ShuffledRows):
     """Training and validation batches of one corpus.
 
     A batch is a dict of NumPy arrays: tokens, targets (-100 in padding), positions (from 0 in each document) and
@@ -137,18 +137,6 @@ class Pipeline(ProcessRows):
             "the tokenizer (digest)": tokenizer.digest,
             "the documents (digest)": corpus.content_digest,
         }
-
-    def train_iterator(self) -> TrainIterator:
-        """Returns an iterator over training batches, shuffled in each epoch; batch i depends only on (seed, i)."""
-        return iterate_rows(
-            self.train_rows,
-            self.train_batch,
-            seed=self._seed,
-            batch_size=self._config.batch_size,
-            prefetch_batches=self._config.prefetch_batches,
-            fingerprint=self.fingerprint,
-            rows_of_batch=self.rows,
-        )
 
     def train_batch(self, row_ids: Int64[np.ndarray, " batch"]) -> Batch:
         """Returns the arrays of training rows."""

@@ -1,5 +1,6 @@
 """Batches of rows of tokenized examples, whose division into rows is planned once."""
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,17 +10,17 @@ from jaxtyping import Int64
 
 from stack_train.data.cache import digest_of
 from stack_train.data.examples import stacked
-from stack_train.data.process_rows import ProcessRows
+from stack_train.data.process_rows import ShuffledRows
 from stack_train.data.split import split_documents, text_digest
 from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
 
 if TYPE_CHECKING:
-    from stack_train.data.rows import Batch, TrainIterator
+    from stack_train.data.rows import Batch
 
 __all__ = ["PlannedRows"]
 
 
-class PlannedRows(ProcessRows):
+class PlannedRows(ShuffledRows):
     """Base class of batches of examples that are all in memory; see `Batches`. Subclasses define `_plan` and `_row`.
 
     Attributes:
@@ -46,29 +47,12 @@ class PlannedRows(ProcessRows):
         training, validation = split_documents(digests, config.validation_fraction)
         # The split orders by digest; sorting restores the order of the files.
         self._training, self._validation = self._plan(np.sort(training)), self._plan(np.sort(validation))
+        self.train_rows = len(self._training)
         self.fingerprint = {
             "seed": seed,
             **{f"data.{name}": getattr(config, name) for name in self._SETTINGS},
             f"the {self._EXAMPLES} (digest)": digest_of([int(digest) for digest in digests]),
         }
-
-    @property
-    def train_rows(self) -> int:
-        """Number of rows in one epoch."""
-        return len(self._training)
-
-    def train_iterator(self) -> "TrainIterator":
-        from stack_train.data.rows import iterate_rows  # imports Grain, which only a run needs
-
-        return iterate_rows(
-            self.train_rows,
-            self.train_batch,
-            seed=self._seed,
-            batch_size=self._config.batch_size,
-            prefetch_batches=self._config.prefetch_batches,
-            fingerprint=self.fingerprint,
-            rows_of_batch=self.rows,
-        )
 
     def validation_batches(self) -> "Iterator[Batch]":
         """Yields all held-out rows once; the last batch is filled with padding. Held-out row r has row id -1 - r."""
@@ -95,13 +79,13 @@ class PlannedRows(ProcessRows):
         """Returns the arrays of training rows."""
         return self._rows(self._training, row_ids % len(self._training))
 
+    @abstractmethod
     def _plan(self, chosen: Int64[np.ndarray, " chosen"]) -> Sequence[Int64[np.ndarray, " in_row"]]:
         """Returns the indices of the examples of each row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _row(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Returns the arrays of one row."""
-        raise NotImplementedError
 
     def _rows(self, plan: Sequence[Any], rows: Int64[np.ndarray, " batch"]) -> "Batch":
         return stacked([self._row([self._examples[index] for index in plan[row]]) for row in rows])

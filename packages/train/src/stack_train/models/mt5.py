@@ -17,7 +17,7 @@ from stack_train.models.encoder_decoder_family import SETTINGS, EncoderDecoderFa
 from stack_train.models.reader import ConfigMap, Reader
 from stack_train.models.t5 import SILENT
 
-__all__ = ["FAMILY", "MT5Config"]
+__all__ = ["FAMILY", "MULTILINGUAL_SETTINGS", "MT5Config"]
 
 
 @config
@@ -48,6 +48,8 @@ def _read(reader: Reader) -> dict[str, Any]:
 
 
 _DEFAULTS = {"vocab_size": 250_112, "mlp": 1024, "layers": 8, "heads": 6}
+# Keys of mT5's and UMT5's `config.json`, with the defaults of transformers.
+MULTILINGUAL_SETTINGS = tuple(replace(each, default=_DEFAULTS.get(each.ours, each.default)) for each in SETTINGS)
 
 FAMILY = EncoderDecoderFamily(
     name="mt5",
@@ -55,7 +57,7 @@ FAMILY = EncoderDecoderFamily(
     config_map=ConfigMap(
         architecture="MT5ForConditionalGeneration",
         model_type="mt5",
-        common=tuple(replace(each, default=_DEFAULTS.get(each.ours, each.default)) for each in SETTINGS),
+        common=MULTILINGUAL_SETTINGS,
         fixed={"is_encoder_decoder": True},
         silent=SILENT,
         read_others=_read,

@@ -6,7 +6,6 @@ Source: Chung et al., UniMax: Fairer and More Effective Language Sampling for La
 (arXiv:2304.09151).
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -14,7 +13,8 @@ from pydantic import PositiveInt
 
 from stack_core.abi.config import config
 from stack_train.models.encoder_decoder import EncoderDecoderConfig, FeedForwardKind
-from stack_train.models.encoder_decoder_family import SETTINGS, EncoderDecoderFamily, read_kind, write_kind
+from stack_train.models.encoder_decoder_family import EncoderDecoderFamily, read_kind, write_kind
+from stack_train.models.mt5 import MULTILINGUAL_SETTINGS
 from stack_train.models.reader import ConfigMap
 from stack_train.models.t5 import SILENT
 
@@ -39,15 +39,13 @@ class UMT5Config(EncoderDecoderConfig):
     scale_hidden: bool = False
 
 
-_DEFAULTS = {"vocab_size": 250_112, "mlp": 1024, "layers": 8, "heads": 6}
-
 FAMILY = EncoderDecoderFamily(
     name="umt5",
     config_class=UMT5Config,
     config_map=ConfigMap(
         architecture="UMT5ForConditionalGeneration",
         model_type="umt5",
-        common=tuple(replace(each, default=_DEFAULTS.get(each.ours, each.default)) for each in SETTINGS),
+        common=MULTILINGUAL_SETTINGS,
         fixed={"is_encoder_decoder": True},
         silent=SILENT,
         read_others=partial(read_kind, default="gated-gelu"),

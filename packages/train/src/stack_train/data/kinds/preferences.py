@@ -4,7 +4,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -23,12 +23,9 @@ from stack_train.data.files import expand_glob
 from stack_train.data.jsonl import jsonl_records
 from stack_train.data.kinds.chat import load_tokenizer
 from stack_train.data.kinds.text import check_positions, check_vocabulary
-from stack_train.data.process_rows import ProcessRows
+from stack_train.data.process_rows import ShuffledRows
 from stack_train.data.split import split_documents, text_digest
 from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
-
-if TYPE_CHECKING:
-    from stack_train.data.rows import TrainIterator
 
 __all__ = ["AnswersData", "Pair", "PreferenceBatches", "PreferenceData", "fitting_pairs"]
 
@@ -117,7 +114,7 @@ class Pair:
     rejected: Conversation
 
 
-class PreferenceBatches(ProcessRows, PolicyBatches):
+class PreferenceBatches(ShuffledRows, PolicyBatches):
     """Batches of pairs; see `Batches`. If `config.reference`, pairs are scored under the run's initial weights."""
 
     def __init__(
@@ -131,6 +128,7 @@ class PreferenceBatches(ProcessRows, PolicyBatches):
         self._training, self._validation = np.sort(training), np.sort(validation)
         self._reference: Float32[np.ndarray, "pairs 2"] | None = None
         self._directory: Path | None = None
+        self.train_rows = len(self._training)
         self.fingerprint = {
             "seed": seed,
             "data.seq_tokens": config.seq_tokens,
@@ -139,18 +137,8 @@ class PreferenceBatches(ProcessRows, PolicyBatches):
             "the pairs (digest)": digest_of([int(digest) for digest in digests]),
         }
 
-    def train_iterator(self) -> "TrainIterator":
-        from stack_train.data.rows import iterate_rows  # imports Grain, which only a run needs
-
-        return iterate_rows(
-            len(self._training),
-            lambda ids: self._batch(self._training[ids % len(self._training)]),
-            seed=self._seed,
-            batch_size=self._config.batch_size,
-            prefetch_batches=self._config.prefetch_batches,
-            fingerprint=self.fingerprint,
-            rows_of_batch=self.rows,
-        )
+    def train_batch(self, row_ids: Int64[np.ndarray, " batch"]) -> dict[str, np.ndarray]:
+        return self._batch(self._training[row_ids % len(self._training)])
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yields all held-out pairs once; padding in the last batch does not contribute to the loss."""

@@ -18,13 +18,13 @@ from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.examples import stacked
 from stack_train.data.kinds.pairs import TextPair, check_source_model, pair_row, pair_shapes
 from stack_train.data.kinds.text import check_vocabulary
-from stack_train.data.process_rows import ProcessRows
+from stack_train.data.process_rows import ShuffledRows
 from stack_train.data.settings import BPE, TextSettings
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
     from stack_train.data.pipeline import Pipeline
-    from stack_train.data.rows import Batch, TrainIterator
+    from stack_train.data.rows import Batch
 
 __all__ = ["SpanData", "SpanRows", "corrupt_spans"]
 
@@ -125,13 +125,15 @@ class SpanData:
         return [token for token in found if token is not None]
 
 
-class SpanRows(ProcessRows):
+class SpanRows(ShuffledRows):
     """Batches of texts with missing spans; see `Batches`.
 
     Attributes:
       tokenizer: tokenizer of the documents.
       fingerprint: settings and digests that determine the order of batches; saved with each iterator state.
     """
+
+    _config: SpanData
 
     def __init__(
         self, config: SpanData, pipeline: "Pipeline", sentinels: Sequence[int], *, seed: int, start_token: int
@@ -140,25 +142,8 @@ class SpanRows(ProcessRows):
         self._config, self._pipeline, self._sentinels = config, pipeline, sentinels
         self._seed, self._start_token, self._end = seed, start_token, np.asarray(pipeline.tokenizer.eos_id, np.int32)
         own = {f"data.{name}": getattr(config, name) for name in ("noise_density", "span_tokens", "sentinel")}
+        self.train_rows = pipeline.train_rows
         self.fingerprint = {**pipeline.fingerprint, **own, "model.start_token": start_token}
-
-    @property
-    def train_rows(self) -> int:
-        """Number of rows in one epoch."""
-        return self._pipeline.train_rows
-
-    def train_iterator(self) -> "TrainIterator":
-        from stack_train.data.rows import iterate_rows  # as above
-
-        return iterate_rows(
-            self.train_rows,
-            self.train_batch,
-            seed=self._seed,
-            batch_size=self._config.batch_size,
-            prefetch_batches=self._config.prefetch_batches,
-            fingerprint=self.fingerprint,
-            rows_of_batch=self.rows,
-        )
 
     def train_batch(self, row_ids: Int64[np.ndarray, " batch"]) -> "Batch":
         """Returns the arrays of training rows, whose spans depend on the seed and the row's id."""

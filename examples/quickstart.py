@@ -7,7 +7,7 @@
 """Demonstrates the stack end to end with a small Llama trained on the Python standard library.
 
     python examples/quickstart.py [DIRECTORY]
-    uv run --find-links dist examples/quickstart.py     # in an environment of its own, from the wheels of `nox -s dist`
+    uv run --find-links dist examples/quickstart.py     # in a fresh environment, from the wheels of `nox -s dist`
 
 The script trains, kills and resumes the run, then generates, aligns, profiles, quantizes, serves and exports the model.
 It runs on the CPU in about four minutes and needs stack-core and stack-train; without another package it skips that

@@ -48,6 +48,11 @@ class Continuous:
         self._thread = threading.Thread(target=self._run, name="capture-continuous", daemon=True)
         self._thread.start()
 
+    @property
+    def is_within_share(self) -> bool:
+        """Whether the processor time taken so far is at most the permitted share of the time."""
+        return self._watch.is_within_share
+
     def close(self) -> None:
         """Ends the mode, and waits until captures are written. Later calls do nothing."""
         self._closing.set()

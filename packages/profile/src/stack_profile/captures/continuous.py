@@ -50,7 +50,7 @@ class Continuous:
 
     @property
     def is_within_share(self) -> bool:
-        """Whether the processor time taken so far is at most the permitted share of the time."""
+        """True while the mode's processor time is at most the permitted share of the time."""
         return self._watch.is_within_share
 
     def close(self) -> None:

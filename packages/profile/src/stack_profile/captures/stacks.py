@@ -3,8 +3,8 @@
 Another thread reads `sys._current_frames` some hundred times per second. Times are those of the host's events in the
 trace: nanoseconds since the epoch.
 
-CPython does not report waits for the interpreter lock (GIL). The sampling thread measures its own: each sample has the
-time from the thread's timer until it ran, and Linux's count of the part in which it waited for a processor.
+CPython does not report waits for the interpreter lock (GIL). The sampling thread measures its delays: each sample has
+the time from the thread's timer until it ran, and as a part of it the wait for a processor, which Linux counts.
 """
 
 import array

@@ -138,7 +138,7 @@ class Watch:
 
     @property
     def is_within_share(self) -> bool:
-        """Whether the processor time taken so far is at most the permitted share of the time."""
+        """True while the mode's processor time is at most the permitted share of the time."""
         with self._lock:
             return not self._writing and self.cost_s <= self._share * self.watched_s
 

@@ -4,10 +4,12 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import numpy as np
 import pytest
 
-from stack_core.abi.errors import GenerationError
-from stack_serve.openai.images import ImageInput
+from stack_core.abi.errors import ChatTemplateError, GenerationError
+from stack_core.text.images import ReadImage
+from stack_serve.openai.images import ImageInput, ImageLoader
 
 DATA = b"0123456789"
 
@@ -33,21 +35,49 @@ def site() -> Iterator[str]:
 
 
 def test_a_remote_image_is_fetched_only_if_allowed(site: str) -> None:
-    assert ImageInput(None, remote=True, max_bytes=10, max_tokens=9)._load(f"{site}/image.png") == DATA
+    assert ImageLoader(remote=True, max_bytes=10).load(f"{site}/image.png") == DATA
     with pytest.raises(GenerationError, match=r"is no data URL.*--remote-images"):
-        ImageInput(None, remote=False, max_bytes=10, max_tokens=9)._load(f"{site}/image.png")
+        ImageLoader(remote=False, max_bytes=10).load(f"{site}/image.png")
     with pytest.raises(GenerationError, match=r"is no data URL"):
-        ImageInput(None, remote=True, max_bytes=10, max_tokens=9)._load("file:///etc/hostname")
+        ImageLoader(remote=True, max_bytes=10).load("file:///etc/hostname")
 
 
 @pytest.mark.parametrize(
     ("path", "max_bytes", "problem"),
     [
-        ("/image.png", 9, "has more than 9 bytes"),
+        ("/image.png", 9, "have more than 9 bytes"),
         ("/missing", 10, "cannot be fetched: .*404"),
         (":x/image.png", 10, "cannot be fetched"),
     ],
 )
 def test_a_remote_image_that_cannot_be_read_is_refused(site: str, path: str, max_bytes: int, problem: str) -> None:
     with pytest.raises(GenerationError, match=problem):
-        ImageInput(None, remote=True, max_bytes=max_bytes, max_tokens=9)._load(site + path)
+        ImageLoader(remote=True, max_bytes=max_bytes).load(site + path)
+
+
+class Reader:
+    """An `ImageReader` of images of one token."""
+
+    placeholder, token, sizes, has_grids = "<img>", 0, (1,), False
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        return (tokens,)
+
+    def expansion(self, tokens: int) -> str:
+        return "<img>" * tokens
+
+    def count_tokens(self, data: bytes) -> int:
+        return 1
+
+    def read(self, data: bytes) -> ReadImage:
+        return ReadImage(np.zeros(len(data), np.uint8), 1)
+
+
+def test_the_fetched_images_of_a_request_are_bounded_together(site: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": f"{site}/image.png"}}
+    images = ImageInput(Reader(), remote=True, max_bytes=20, max_tokens=9)
+    for count in (2, 1, 2):  # each request has the whole bound
+        found = images.render(lambda messages: "<img>" * count, [{"role": "user", "content": [part] * count}])  # noqa: B023
+        assert [len(image.pixels) for image in found[1]] == [len(DATA)] * count
+    with pytest.raises(ChatTemplateError, match=r"messages\.0\.content\.2: .* have more than 20 bytes"):
+        images.render(lambda messages: "<img>" * 3, [{"role": "user", "content": [part] * 3}])

@@ -129,10 +129,10 @@ def _sizes(grid: str) -> tuple[int, int]:
 
 
 def _read_start(image: Path, mask: Path | None, size: tuple[int, int] | None) -> Any:
-    """Reads the initial image and its mask, and resizes both to `size` unless it is None."""
+    """Reads the initial image and its mask upright, and resizes both to `size` unless it is None."""
     import numpy as np
 
-    from stack_train.diffusion.grid import pillow
+    from stack_train.diffusion.grid import pillow, turn_upright
     from stack_train.diffusion.sampling import Start
 
     arrays: list[Any] = []
@@ -142,7 +142,7 @@ def _read_start(image: Path, mask: Path | None, size: tuple[int, int] | None) ->
             continue
         try:
             with pillow().open(path) as opened:
-                converted = opened.convert(mode)
+                converted = turn_upright(opened).convert(mode)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read as an image: {error}") from error
         arrays.append(np.asarray(converted if size is None else converted.resize(size[::-1])))

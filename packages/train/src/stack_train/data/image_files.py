@@ -14,11 +14,11 @@ from stack_core.abi.errors import DataError
 from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.cache import cached, digest_of
 from stack_train.data.files import stat_digest
-from stack_train.diffusion.grid import pillow
+from stack_train.diffusion.grid import pillow, turn_upright
 
 __all__ = ["IMAGE_CHANNELS", "FileImages", "OnUnreadable", "read_images"]
 
-_FORMAT = 1
+_FORMAT = 2
 _MODES = {1: "L", 3: "RGB"}
 _NAMED = 10
 _PIXELS, _FACTS = "pixels.npy", "facts.json"
@@ -50,7 +50,7 @@ def read_images(
 ) -> FileImages:
     """Reads image files into one memory-mapped array: the centre square of each, scaled to `size` x `size` pixels.
 
-    The array is stored in the user's cache.
+    Their EXIF orientation is applied. The array is stored in the user's cache.
 
     Args:
       files: paths of the image files.
@@ -102,10 +102,11 @@ def _decoded(files: Sequence[Path], size: int, mode: str) -> Iterator[tuple[Path
     for path in files:
         try:
             with image.open(path) as opened:
-                side = min(opened.size)
-                left, top = ((length - side) // 2 for length in opened.size)
+                upright = turn_upright(opened)
+                side = min(upright.size)
+                left, top = ((length - side) // 2 for length in upright.size)
                 # Converted first, because colors of a palette cannot be averaged by index.
-                square = opened.convert(mode).crop((left, top, left + side, top + side))
+                square = upright.convert(mode).crop((left, top, left + side, top + side))
                 small = square.resize((size, size), image.Resampling.LANCZOS)
                 yield path, np.asarray(small)
         except (

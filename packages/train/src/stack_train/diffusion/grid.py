@@ -1,4 +1,4 @@
-"""Image grids and PNG files."""
+"""Image grids, PNG files and the orientation of image files."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,20 @@ from jaxtyping import UInt8
 from stack_core.abi.errors import DataError
 from stack_core.abi.installing import install_command
 
-__all__ = ["pillow", "tiled", "write_png"]
+__all__ = ["pillow", "tiled", "turn_upright", "write_png"]
+
+_ORIENTATION = 274  # tag of EXIF
+# Pillow's transpositions by EXIF orientation. `ImageOps.exif_transpose` also writes the other tags again, and fails if
+# they are malformed.
+_TRANSPOSITIONS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 
 
 def tiled(
@@ -57,3 +70,10 @@ def pillow() -> Any:
             f"Images are read and written by Pillow: {error}. Install it: {install_command('stack-train[images]')}"
         ) from error
     return Image
+
+
+def turn_upright(image: Any) -> Any:
+    """Decodes an opened image of Pillow, and turns it upright by its EXIF orientation."""
+    image.load()  # which turns TIFF files and removes their orientation
+    transposition = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION))
+    return image if transposition is None else image.transpose(pillow().Transpose[transposition])

@@ -10,25 +10,12 @@ import jax
 from stack_core.abi.errors import DataError
 from stack_core.text.images import ImageReader
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.diffusion.grid import pillow
+from stack_train.diffusion.grid import pillow, turn_upright
 
 __all__ = ["MODES", "SeesImages", "apply_to_image", "decode", "image_reader"]
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode of images with a number of channels."""
-
-_ORIENTATION = 274  # tag of EXIF
-# Pillow's transpositions by EXIF orientation. `ImageOps.exif_transpose` also writes the other tags again, and fails if
-# they are malformed.
-_TRANSPOSITIONS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
 
 Result = TypeVar("Result")
 _MOST_PIXELS = 2**26  # 256 MiB with the four bytes that Pillow takes for a pixel
@@ -86,8 +73,4 @@ def apply_to_image(data: bytes, use: Callable[[Any], Result]) -> Result:
 
 def decode(image: Any, channels: int) -> Any:
     """Decodes an opened image, upright by its EXIF orientation, and converts it to a number of channels."""
-    image.load()  # which turns TIFF files and removes their orientation
-    transposition = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION))
-    if transposition is not None:
-        image = image.transpose(pillow().Transpose[transposition])
-    return image.convert(MODES[channels])
+    return turn_upright(image).convert(MODES[channels])

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from stack_core.abi.errors import ConfigError, DataError
+from stack_train.data.image_files import read_images
 from stack_train.data.kinds.images import ImagesData
 from stack_train.diffusion.dit import DitConfig
 from stack_train.models.llama import LlamaConfig
@@ -82,3 +83,14 @@ def test_a_folder_without_images_or_with_too_many_labels_is_refused(folder, tmp_
 def test_models_that_take_no_such_images_are_refused(model, message):
     with pytest.raises(ConfigError, match=message):
         ImagesData(source="*").check(model)
+
+
+@pytest.mark.parametrize("orientation", [1, 5, 6])
+def test_files_are_turned_upright(orientation, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pixels, exif = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8), Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
+    found = read_images([tmp_path / "photo.png"], size=6, channels=3, unreadable="error", source="photos").pixels[0]
+    upright = {1: pixels, 5: pixels.transpose(1, 0, 2), 6: np.rot90(pixels, -1)}
+    np.testing.assert_array_equal(found, upright[orientation])

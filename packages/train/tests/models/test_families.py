@@ -17,7 +17,7 @@ from stack_core.abi.plugins import registries
 from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import named_leaves
-from stack_train.models.weight_map import joined_tensors, shared_tensors
+from stack_train.models.weight_map import joined_tensors, shared_tensors, stored_rules
 from stack_train.nn.delta import DeltaAttention
 from stack_train.nn.mamba import Mamba2
 from stack_train.variables.weights import abstract_params
@@ -294,6 +294,36 @@ def test_parameters_become_tensors_and_come_back(name):
         for tensor, part in rule.tensors(read).items():
             part[...] = rule.part_of(tensors[tensor])
         np.testing.assert_array_equal(read, leaves[rule.parameter])
+
+
+@pytest.mark.parametrize("transposes", [False, True])
+@pytest.mark.parametrize("expert_mlp", [24, 12, 16])
+def test_square_tensors_of_experts_have_the_layout_of_the_others(expert_mlp, transposes):
+    """With 24, the output matrices of the experts are square; with 12, the input matrices."""
+    config = make_config("qwen3_vl_moe", expert_mlp=expert_mlp)
+    rules, random = registries.models["qwen3_vl_moe"].weight_rules(config), np.random.default_rng(0)
+    leaves = {
+        path: random.normal(size=leaf.shape).astype(leaf.dtype)
+        for path, leaf in named_leaves(abstract_params(config)).items()
+    }
+    tensors = {}
+    for group in shared_tensors(rules):
+        tensors |= joined_tensors(group, [leaves[rule.parameter] for rule in group])
+    names = [name for name in tensors if ".experts." in name]
+    sides = {tensors[name].shape[1:] for name in names}
+    assert sides == {24: {(24, 48), (24, 24)}, 12: {(24, 24), (12, 24)}, 16: {(24, 32), (16, 24)}}[expert_mlp]
+    if transposes:  # the layout of new models of transformers 5
+        tensors |= {name: tensors[name].swapaxes(1, 2) for name in names}
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    for rule in stored_rules(rules, tensors, shapes):
+        read = np.empty_like(leaves[rule.parameter])
+        for tensor, part in rule.tensors(read).items():
+            part[...] = rule.part_of(tensors[tensor])
+        np.testing.assert_array_equal(read, leaves[rule.parameter], err_msg=rule.parameter)
+    if expert_mlp == 24:
+        square = [rule for rule in rules if rule.parameter.endswith("expert_down")]
+        with pytest.raises(ConversionError, match="square tensors, which may be transposed"):
+            stored_rules(square, tensors, shapes)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5"])

@@ -26,7 +26,7 @@ from stack_train.checkpoint.leaves import LeafSpec, spec_of
 from stack_train.huggingface.codes import QuantizedTensor
 from stack_train.huggingface.language_part import language_part
 from stack_train.huggingface.quantization import with_codes
-from stack_train.models.weight_map import WeightRule
+from stack_train.models.weight_map import WeightRule, stored_rules
 from stack_train.nn.quantized import QuantizedMatrix, empty_arrays, writable_arrays
 from stack_train.run.model import abstract_params
 from stack_train.safetensors_files import StoredTensor, read_tensors
@@ -207,7 +207,8 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
     if isinstance(family, PreprocessesImages):
         config = family.preprocessed(config, _read_preprocessor(directory))
     parameters = named_leaves(abstract_params(config))
-    rules = [rule.stored_in(tensors, parameters[rule.parameter].shape) for rule in family.weight_rules(config)]
+    shapes = {path: leaf.shape for path, leaf in parameters.items()}
+    rules = stored_rules(family.weight_rules(config), tensors, shapes)
     _check_tensors(directory, rules, family.redundant_tensors(config), parameters, tensors)
     dtype = _dtype(rules, parameters, tensors)
     config = replace(config, dtype=dtype, param_dtype=dtype)

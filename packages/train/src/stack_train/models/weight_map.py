@@ -8,7 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import Shaped
 
-__all__ = ["Names", "Stored", "WeightRule", "joined_tensors", "shared_tensors", "weight_rule"]
+from stack_core.abi.errors import ConversionError
+
+__all__ = ["Names", "Stored", "WeightRule", "joined_tensors", "shared_tensors", "stored_rules", "weight_rule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,8 @@ class WeightRule:
     def stored_in(self, tensors: Mapping[str, Any], shape: tuple[int, ...]) -> "WeightRule":
         """Returns the rule for the layout of a checkpoint that has these tensors.
 
+        Two layouts of one square tensor are not distinguished; see `stored_rules`.
+
         Args:
           tensors: tensors by name, of which the shapes are read.
           shape: shape of the parameter.
@@ -144,6 +148,41 @@ class WeightRule:
         names = [self.tensor.format(layer=layer, expert=expert) for layer in layers or [0] for expert in experts or [0]]
         # As objects, since NumPy would give all texts the width of the longest.
         return np.array(names, object).reshape(sizes)
+
+
+def stored_rules(
+    rules: Sequence[WeightRule], tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> list[WeightRule]:
+    """Returns the rules for the layout of a checkpoint that has these tensors.
+
+    Two layouts with the same names differ in the shapes of their tensors. A square tensor has the layout of the others,
+    because a checkpoint is written in one layout.
+
+    Args:
+      rules: rules of all parameters of a model.
+      tensors: tensors by name, of which the shapes are read.
+      shapes: shape of each parameter by path.
+
+    Raises:
+      ConversionError: all tensors with two layouts are square, or the others have different ones.
+    """
+    found = [rule.stored_in(tensors, shapes[rule.parameter]) for rule in rules]
+    square, fused = dict[int, WeightRule](), set[bool]()
+    for place, rule in enumerate(rules):
+        other, shape = rule.fused, shapes[rule.parameter]
+        if other is None or other.tensor != rule.tensor or other._first not in tensors:
+            continue
+        if other.tensor_shapes(shape) == rule.tensor_shapes(shape):
+            square[place] = other
+        else:
+            fused.add(found[place] is other)
+    if square and len(fused) != 1:
+        names = sorted({rules[place]._first for place in square})
+        raise ConversionError(
+            f"{', '.join(names)}: square tensors, which may be transposed, and no other tensor of the experts has one "
+            "layout alone. Save the checkpoint again with its publisher's library."
+        )
+    return [square[place] if place in square and True in fused else rule for place, rule in enumerate(found)]
 
 
 def shared_tensors(rules: Sequence[WeightRule]) -> list[list[WeightRule]]:

@@ -278,6 +278,20 @@ def test_towers_that_do_not_fit_are_refused(changes, message):
         replace(CONFIG.vision, **changes)
 
 
+def test_a_patch_is_rounded_once_in_bf16():
+    """As in transformers, which multiplies both frames of an image; the sum of their kernels would be rounded first."""
+    model = nnx.clone(make_model()).vision
+    model.dtype, model.positions[...] = "bfloat16", 0 * model.positions[...]
+    _, pixels, grids = inputs()
+    found = model._embedded(pixels, patch_places(grids, pixels.shape[1], 2))
+    assert found.dtype == jnp.bfloat16
+    values = jnp.asarray((np.asarray(pixels, np.float32) / 255 - 0.5) / 0.5, jnp.bfloat16)
+    kernels = model.patches[...].astype(jnp.bfloat16)
+    values, kernels = (np.asarray(each, np.float64) for each in (values, kernels))
+    expected = values @ kernels.sum(axis=2).reshape(len(kernels), -1).T
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-4)
+
+
 def test_images_need_a_token_and_grids_and_come_once():
     tokens, pixels, grids = inputs()
     model = make_model()

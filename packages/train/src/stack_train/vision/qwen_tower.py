@@ -251,8 +251,11 @@ class QwenTower(nnx.Module):
         config = self.config
         mean, std = (np.repeat(np.asarray(each, np.float32), config.patch**2) for each in (config.mean, config.std))
         x = ((pixels.astype(jnp.float32) / 255 - mean) / std).astype(self.dtype)
-        # All frames of a patch are equal.
-        kernel = jnp.sum(self.patches[...], axis=2).reshape(config.embed, -1).T.astype(x.dtype)
+        # All frames of a patch are equal. The sum of their kernels would be rounded before the product, which would be
+        # half as large, but is small beside the layers.
+        x = x.reshape(*x.shape[:2], config.channels, 1, -1)
+        x = jnp.broadcast_to(x, (*x.shape[:3], config.frames, x.shape[-1])).reshape(*x.shape[:2], -1)
+        kernel = self.patches[...].reshape(config.embed, -1).T.astype(x.dtype)
         axes = {"x": _PATCHES, "weight": (None, "act_embed")}
         x = ops.linear(x, kernel, bias=self.patch_bias[...].astype(x.dtype), axes=axes)
         side = config.position_side

@@ -15,9 +15,11 @@ from stack_core.abi.errors import GenerationError
 from stack_core.abi.generation import SamplingParams
 from stack_core.text.images import ReadImage, place_images
 from stack_serve.http.server import HttpServer, listen
-from stack_serve.llm.config import EngineConfig
+from stack_serve.llm import engine as engine_module
+from stack_serve.llm.config import EngineConfig, SpeculationConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.language_model import LLM
+from stack_serve.llm.speculation import Speculation
 from stack_serve.openai import service as service_module
 from stack_serve.openai.bodies import parse
 from stack_serve.openai.config import OpenAIConfig
@@ -101,13 +103,53 @@ def test_answers_are_those_of_the_model_without_pages(llm, checkpoint, whole):
         check_greedy(whole, checkpoint, output, numbers)
     # The same question about another picture has another answer.
     assert outputs[0].outputs[0].token_ids != outputs[4].outputs[0].token_ids
-    # Alone, and from the prefix cache, which ends in the first image, the answers stay the same.
-    hits, rows = llm._engine.stats().prefix_hits_tokens, llm._engine._programs._image_rows
-    encoded = len(rows)
+    # Alone, and with all pages but the last one from the prefix cache, the answer stays the same.
     again = llm.chat(CONVERSATIONS[0][0], GREEDY)
     assert again[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
-    assert llm._engine.stats().prefix_hits_tokens > hits
+    # Of another question about the picture, the first pages are cached; the last of them ends in the image.
+    hits, rows = llm._engine.stats().prefix_hits_tokens, llm._engine._programs._image_rows
+    encoded = len(rows)
+    (other,) = llm.chat(question("is it red", picture(0)), GREEDY)
+    assert [place for place, token in enumerate(other.prompt_token_ids) if token == 4] == list(range(2, 18))
+    assert llm._engine.stats().prefix_hits_tokens - hits == 16
+    check_greedy(whole, checkpoint, other, [0])
     assert len(rows) == encoded == len(SIZES)
+
+
+# A random model repeats itself if it has few tokens.
+REPEATS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={8: 60.0, 9: 60.0, 17: 60.0})
+
+
+@pytest.fixture
+def drafts_always(monkeypatch):
+    monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+
+
+def test_answers_are_the_same_with_drafts_and_preemption(llm, checkpoint, drafts_always):
+    conversations = [messages for messages, _ in CONVERSATIONS]
+    speculation = SpeculationConfig(tokens=5, min_match=1, max_match=3)
+    # Pages for one sequence of the maximum length.
+    with LLM(checkpoint, **SETTINGS, pages=24, speculation=speculation) as drafting:
+        found = drafting.chat(conversations, REPEATS)
+        stats = drafting._engine.stats()
+    assert stats.preemptions and stats.accepted_tokens > 20
+    expected = llm.chat(conversations, REPEATS)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+    assert not llm._engine.stats().preemptions
+
+
+@pytest.mark.slow  # starts another engine
+def test_a_draft_model_drafts_sequences_without_images(llm, checkpoint, drafts_always, monkeypatch):
+    monkeypatch.setattr(engine_module, "open_for_generation", lambda _: checkpoint)
+    conversations = [messages for messages, _ in CONVERSATIONS]
+    with LLM(checkpoint, **SETTINGS, speculation="draft", draft_model="the same") as drafting:
+        assert drafting._engine._draft.programs.image_rows == 0 < drafting._engine._programs.image_rows
+        with_images = drafting.chat(conversations[:2], REPEATS)
+        assert drafting._engine.stats().drafts == 0
+        found = [*with_images, *drafting.chat(conversations[2:], REPEATS)]
+        assert drafting._engine.stats().accepted_tokens > 20
+    expected = llm.chat(conversations, REPEATS)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
 
 
 def test_pictures_of_equal_patches_differ_by_their_proportions(llm, checkpoint):

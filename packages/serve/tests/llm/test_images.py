@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from stack_core.abi.generation import PromptImage
@@ -39,13 +38,6 @@ def test_images_of_a_step_are_replaced_in_order():
     for count in range(1, 8):
         rows.assign([image(f"new {count}", 1)])
         assert [each.digest in rows._rows_of for each in images] == [True] * (8 - count) + [False] * count
-
-
-def test_the_pool_grows_for_a_step_with_more_images():
-    rows, images = FeatureRows(4), [image(name, 3) for name in "abc"]
-    rows.assign(images[:1])
-    assert rows.assign(images) == images[1:] and rows.capacity == 9
-    assert sorted(np.concatenate([rows[each] for each in images])) == list(range(9))
 
 
 def test_a_step_holds_parts_of_images():

@@ -1,6 +1,10 @@
+import random
+
 import pytest
 
+from stack_core.abi.generation import PromptImage
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.images import images_of_rows
 from stack_serve.llm.scheduler import (
     PRIORITY_ARRIVALS,
     SchedulerState,
@@ -14,9 +18,9 @@ from stack_serve.llm.scheduler import (
 from stack_serve.llm.sequence import Sequence
 
 
-def state_of(*, pages=64, max_tokens=64, **fields):
+def state_of(*, pages=64, max_tokens=64, image_rows=0, **fields):
     config = {"max_sequences": 4, "step_tokens": 16, "page_tokens": 4, "priorities": 9, **fields}
-    return SchedulerState.of(EngineConfig(**config), max_tokens=max_tokens, pages=pages)
+    return SchedulerState.of(EngineConfig(**config), max_tokens=max_tokens, pages=pages, image_rows=image_rows)
 
 
 def sequence_of(arrival, prompt, *, new=4, index=0, priority=0, **fields):
@@ -609,3 +613,58 @@ def test_drafts_of_a_preempted_or_ended_sequence_leave_nothing():
             record(state, sequence, token)
         assert (sequence.in_flight, sequence.computed_tokens, sequence.pages) == (0, 0, [])
         assert state.pool.available == 64
+
+
+def image_of(name, start, tokens):
+    return PromptImage(start, tokens, None, name.encode(), (1, tokens))
+
+
+def test_images_that_do_not_fit_in_the_pool_together_wait_for_another_step():
+    """Each image has more tokens than a step, so a step may compute the end of one and the beginning of another."""
+    state = state_of(image_rows=20)
+    arrivals = [sequence_of(number, 20, images=(image_of(f"{number}", 1, 18),)) for number in range(2)]
+    arrivals += [sequence_of(2, 20, images=(image_of("2", 0, 18),)), sequence_of(3, 2)]
+    assert planned(step(state, *arrivals)) == [(0, 0, 16, 0)]
+    assert planned(step(state)) == [(0, 16, 4, 1), (1, 0, 1, 0)]  # the text before the second image
+    assert planned(step(state)) == [(0, 20, 1, 1), (1, 1, 15, 0)]
+    # The third begins with an image: it waits, and the text behind it does not overtake.
+    assert planned(step(state)) == [(0, 21, 1, 1), (1, 16, 4, 1)]
+    assert planned(step(state)) == [(0, 22, 1, 1), (1, 20, 1, 1), (2, 0, 14, 0)]
+
+
+def test_an_image_takes_room_in_the_pool_once():
+    state, images = state_of(image_rows=20), (image_of("a", 1, 3), image_of("b", 5, 12), image_of("a", 18, 3))
+    first, second = (sequence_of(number, 22, images=images) for number in range(2))
+    # Of two images of one prompt, and of equal images of two.
+    assert planned(step(state, first, second)) == [(0, 0, 16, 0)]
+    assert planned(step(state)) == [(0, 16, 6, 1), (1, 0, 10, 0)]
+    state = state_of(image_rows=14)
+    assert planned(step(state, sequence_of(2, 22, images=images))) == [(2, 0, 5, 0)]
+
+
+def test_any_images_are_computed_within_the_pool():
+    preempted = 0
+    for seed in range(20):
+        choose = random.Random(seed)
+
+        def arrival(number, choose=choose):
+            images, place = [], choose.randrange(3)
+            while (tokens := choose.randrange(1, 24)) + place < 40:
+                images.append(image_of(choose.choice("abcdefgh") + f"{tokens}", place, tokens))
+                place += tokens + choose.randrange(1, 4)
+            images = images[: choose.randrange(len(images) + 1)]
+            return sequence_of(number, place + 1, new=choose.randrange(1, 20), images=tuple(images))
+
+        # Few pages, so that sequences preempt one another.
+        state = state_of(pages=16, image_rows=24, step_tokens=12)
+        waiting = [arrival(number) for number in range(12)]
+        for _ in range(1000):
+            plan = step(state, *(waiting.pop(0) for _ in range(min(len(waiting), choose.randrange(3)))))
+            preempted += len(plan.preempted)
+            assert sum({each.digest: each.tokens for each in images_of_rows(plan.rows)}.values()) <= 24
+            assert sum(row.tokens for row in plan.rows) <= 12
+            if not (plan.rows or waiting or state.running or state.waiting):
+                break
+        else:
+            pytest.fail("not all sequences ended")
+    assert preempted

@@ -88,7 +88,8 @@ class DraftModel:
     random numbers of its position, which `Step.verify` uses again. Greedy drafts are therefore the most likely tokens,
     and sampled drafts agree with the served model more often than the most likely tokens would. A draft only changes
     how many tokens a step generates, and never which ones, so any keys are correct; wrong ones lower the acceptance.
-    The keys of prompts are computed when a sequence is drafted for the first time.
+    The keys of prompts are computed when a sequence is drafted for the first time. Sequences with images are not
+    drafted, because the draft model has no features of their images.
 
     Source: Daliri et al., Coupling without Communication and Drafter-Invariant Speculative Decoding, 2024
     (arXiv:2408.07978).
@@ -126,7 +127,9 @@ class DraftModel:
         self._digests: dict[int, bytes] = {}
 
     def room(self, drafts: ModelDrafts) -> int:
-        """Returns the number of tokens by which the draft model can continue a sequence."""
+        """Returns the number of tokens by which the draft model can continue a sequence, 0 after images."""
+        if drafts.sequence.images:
+            return 0
         return max(self._max_positions - len(drafts.sequence.tokens), 0)
 
     def catch_up(self, served: Programs, tables: np.ndarray, rows: Sequence[ModelDrafts]) -> bool:
@@ -192,6 +195,9 @@ class DraftModel:
 
 class _DraftPrograms(Programs):
     """Programs that compute keys of known tokens, and decode."""
+
+    def _image_reader(self) -> None:
+        return None
 
     def _keys(self) -> list[Key]:
         return [key for key in super()._keys() if key[0] in ("decode", "prefill")]

@@ -1,7 +1,7 @@
 """Images of a step: the device's features of recent images, and the tokens that they replace."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,17 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
 from stack_core.text.images import ImageReader
 
-__all__ = ["FeatureRows", "StepImages", "feature_shape", "images_of_rows", "step_images"]
+__all__ = [
+    "FeatureRows",
+    "StepImages",
+    "count_feature_rows",
+    "feature_shape",
+    "images_between",
+    "images_of_rows",
+    "step_images",
+]
+
+_MIN_IMAGES, _USUAL_TOKENS = 16, 256
 
 
 @dataclass(frozen=True)
@@ -53,12 +63,10 @@ class FeatureRows:
     def assign(self, images: Iterable[PromptImage]) -> list[PromptImage]:
         """Assigns rows to the images of a step, and returns the images whose features must be computed.
 
-        The pool grows if the step has more tokens of images than rows.
+        Args:
+          images: images whose distinct ones have at most `capacity` tokens, as the scheduler plans them.
         """
         distinct = {image.digest: image for image in images}
-        if (needed := sum(image.tokens for image in distinct.values())) > self.capacity:
-            self._free = np.concatenate([self._free, np.arange(self.capacity, needed, dtype=np.int32)])
-            self.capacity = needed
         new = [image for digest, image in distinct.items() if digest not in self._rows_of]
         # The images of the step become the most recent ones, so none of them is replaced below.
         for digest in distinct:  # in order: a set's depends on the hash seed
@@ -78,7 +86,22 @@ class FeatureRows:
 
 def images_of_rows(rows: Iterable[Any]) -> list[PromptImage]:
     """Returns the images of which a step computes tokens."""
-    return [image for row in rows for image, _ in _images_of(row)]
+    return [image for row in rows for image in images_between(row.sequence.images, row.start, row.start + row.tokens)]
+
+
+def images_between(images: Iterable[PromptImage], start: int, end: int) -> list[PromptImage]:
+    """Returns the images that have tokens in the places `start` to `end`, which excludes `end`."""
+    return [image for image in images if image.start < end and start < image.start + image.tokens]
+
+
+def count_feature_rows(reader: ImageReader, step_tokens: int) -> int:
+    """Returns the number of rows of the feature pool.
+
+    It has room for the images of two steps, for the largest image beside a step, and for several images of a usual
+    size.
+    """
+    most = reader.sizes[-1]
+    return max(2 * step_tokens, step_tokens + most, _MIN_IMAGES * min(most, _USUAL_TOKENS))
 
 
 def step_images(rows: Sequence[Any], features: FeatureRows) -> StepImages:
@@ -86,21 +109,14 @@ def step_images(rows: Sequence[Any], features: FeatureRows) -> StepImages:
     parts = []
     for row in rows:
         places, ahead = np.full(row.tokens, -1, np.int32), np.zeros(row.tokens, np.int32)
-        for image, inside in _images_of(row):
+        for image in images_between(row.sequence.images, row.start, row.start + row.tokens):
+            inside = slice(max(image.start - row.start, 0), min(image.start + image.tokens - row.start, row.tokens))
             first = row.start + inside.start - image.start
             count = inside.stop - inside.start
             places[inside] = features[image][first : first + count]
             ahead[inside] = image.tokens - 1 - first - np.arange(count)
         parts.append((places, ahead, _positions(row.sequence.images, row.start, row.tokens)))
     return StepImages(*map(np.concatenate, zip(*parts, strict=True)))
-
-
-def _images_of(row: Any) -> Iterator[tuple[PromptImage, slice]]:
-    """Yields the images of a row's tokens, with the part of the row that belongs to the image."""
-    for image in row.sequence.images:
-        inside = slice(max(image.start - row.start, 0), min(image.start + image.tokens - row.start, row.tokens))
-        if inside.start < inside.stop:
-            yield image, inside
 
 
 def _positions(images: Iterable[PromptImage], start: int, tokens: int) -> np.ndarray:

@@ -107,9 +107,8 @@ class EngineLoop:
         self._tokenizer, self._end_tokens = checkpoint.tokenizer, checkpoint.end_tokens
         self._limits = limits
         self._programs = programs
-        self._state = SchedulerState.of(
-            config, max_tokens=limits.max_tokens, pages=limits.pages, prefix_caching=limits.prefix_caching
-        )
+        sizes = {"max_tokens": limits.max_tokens, "pages": limits.pages, "image_rows": programs.image_rows}
+        self._state = SchedulerState.of(config, **sizes, prefix_caching=limits.prefix_caching)
         self._drafting, self._draft = config.speculation, draft
         self._catches_up = False
         self._speculation: Speculation | None = None
@@ -296,12 +295,20 @@ class EngineLoop:
         # A step with prompts verifies no drafts.
         if any(sequence.total_tokens - sequence.computed_tokens > 1 for sequence in self._state.running):
             return False
-        return self._speculation.pays([drafts for _, drafts in self._drafters()])
+        rows = [drafts for _, drafts in self._drafters()]
+        return self._speculation.pays(rows, [self._available(each) for each in rows])
 
     def _drafters(self) -> Iterator[tuple[Continuation, Drafts | ModelDrafts]]:
         """Yields the running continuations with their drafters."""
         running = (self._continuations[sequence.id] for sequence in self._state.running)
         return ((continuation, continuation.drafts) for continuation in running if continuation.drafts is not None)
+
+    def _available(self, drafts: Drafts | ModelDrafts) -> int:
+        """Returns the maximum number of drafted tokens of a row."""
+        assert self._speculation is not None
+        if self._draft is None or not isinstance(drafts, ModelDrafts):
+            return self._speculation.tokens
+        return min(self._speculation.tokens, self._draft.room(drafts))
 
     def _choose_drafts(self) -> dict[int, tuple[int, ...]]:
         """Returns the drafts to verify in the next step by sequence id; the host knows all tokens.
@@ -324,7 +331,7 @@ class EngineLoop:
     def _choose_lengths(self, draft: DraftModel, speculation: Speculation) -> dict[int, tuple[int, ...]]:
         """Chooses the rows to draft with the draft model, and launches the computation of their missing keys."""
         rows = [drafts for _, drafts in self._drafters() if isinstance(drafts, ModelDrafts)]
-        lengths = speculation.choose(rows, [min(speculation.tokens, draft.room(each)) for each in rows])
+        lengths = speculation.choose(rows, [self._available(each) for each in rows])
         chosen = [(each, length) for each, length in zip(rows, lengths, strict=True) if length]
         self._catches_up = draft.catch_up(self._programs, self._state.block_tables, [each for each, _ in chosen])
         return {each.sequence.id: (0,) * length for each, length in chosen if each.has_all_keys}

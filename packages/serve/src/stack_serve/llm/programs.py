@@ -26,7 +26,7 @@ from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shared_pool
 from stack_serve.llm.compiler_options import compile_threads, compiler_options, is_for_gpus
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
-from stack_serve.llm.images import FeatureRows, StepImages, feature_shape
+from stack_serve.llm.images import FeatureRows, StepImages, count_feature_rows, feature_shape
 from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.sleeping import HostWeights, delete_arrays
@@ -38,7 +38,6 @@ __all__ = ["HANDOVER_PAGES", "ForwardResult", "Key", "Programs", "StepResult"]
 # XLA computes a product with one row as a multiplication and a sum, both in main memory: 14.5 us instead of about 3 us
 # for a matrix of 2048 x 2048 in bfloat16 on an H100. With four rows it is a product.
 _GPU_ROWS = 4
-_MIN_IMAGES, _USUAL_TOKENS = 16, 256
 # A prompt of up to so many tokens can start as soon as the server is ready.
 _FIRST_TOKENS = 64
 HANDOVER_PAGES = 32
@@ -153,14 +152,14 @@ class Programs:
         held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
         self._weights, self._adapters = Weights(params, held), adapters
         self._slept_params: HostWeights | None = None
-        self._reader = image_reader_of(checkpoint)
+        self._reader = self._image_reader()
         self._features: Any = None
         if self._reader is not None:
-            # Room for two steps, for the largest image, or for several images of a usual size.
-            most, usual = self._reader.sizes[-1], min(self._reader.sizes[-1], _USUAL_TOKENS)
-            rows = max(2 * config.step_tokens, config.step_tokens + most, _MIN_IMAGES * usual)
-            self._image_rows = FeatureRows(rows)
+            self._image_rows = FeatureRows(count_feature_rows(self._reader, config.step_tokens))
             self._features = self._make_features(self._reader)
+
+    def _image_reader(self) -> ImageReader | None:
+        return image_reader_of(self._checkpoint)
 
     def _make_features(self, reader: ImageReader) -> Any:
         shape = feature_shape(self._checkpoint, reader)
@@ -185,6 +184,11 @@ class Programs:
     def placement(self) -> Placement:
         """Placement of the arrays."""
         return self._placement
+
+    @property
+    def image_rows(self) -> int:
+        """Number of rows of the feature pool; 0 for a model of text."""
+        return 0 if self._reader is None else self._image_rows.capacity
 
     @property
     def params(self) -> Any:
@@ -345,18 +349,14 @@ class Programs:
     def encode_images(self, images: Sequence[PromptImage]) -> FeatureRows:
         """Launches the computation of missing features of a step's images, and returns the rows of all features."""
         assert self._reader is not None
-        new = self._image_rows.assign(images)
-        if (capacity := self._image_rows.capacity) > len(self._features):
-            more = ((0, capacity - len(self._features)), (0, 0))
-            self._features = self._placement.replicated(np.pad(np.asarray(self._features), more))
-        for image in new:
+        for image in self._image_rows.assign(images):
             size = next(size for size in self._reader.sizes if size >= image.tokens)
             pixels = np.zeros(self._reader.shape(size), np.uint8)
             pixels[: len(image.pixels)] = image.pixels
-            rows = np.full(size, capacity, np.int32)
+            rows = np.full(size, self.image_rows, np.int32)
             rows[: image.tokens] = self._image_rows[image]
             grid = () if image.grid is None else (np.asarray(image.grid, np.int32),)
-            program = self._program(("encode", size, capacity))
+            program = self._program(("encode", size))
             self._features = program(self._weights, self._features, rows, pixels, *grid)
         return self._image_rows
 
@@ -372,7 +372,7 @@ class Programs:
             places, more = np.full(size, -1, np.int32), np.zeros((size, *self._place_shape), np.int32)
             places[:tokens] = images.rows
             more[:tokens] = images.positions if self._reader.has_grids else images.ahead
-            program = self._program(("see", size, len(self._features)))
+            program = self._program(("see", size))
             self._layers, hidden, last = program(
                 self._weights, self._layers, self.slots.tokens, packed, self._features, places, more
             )
@@ -619,11 +619,11 @@ class Programs:
         ]
 
     def _image_keys(self) -> list[Key]:
-        """Returns the programs of images, which depend on the size of the feature pool."""
+        """Returns the programs of images."""
         if self._reader is None:
             return []
         sizes = {"encode": self._reader.sizes, "see": self._buckets.prompts}
-        return [(kind, size, len(self._features)) for kind, each in sizes.items() for size in each]
+        return [(kind, size) for kind, each in sizes.items() for size in each]
 
     @property
     def _place_shape(self) -> tuple[int, ...]:
@@ -685,7 +685,7 @@ class Programs:
         packed = _int32(self._buckets.largest_rows, self._row_fields)
         return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed)
 
-    def _lowered_see(self, tokens: int, capacity: int) -> Any:
+    def _lowered_see(self, tokens: int) -> Any:
         padded_tokens, has_grids = self._buckets.largest_tokens, self._place_shape != ()
 
         def see(weights: Weights, layers: Any, known: Any, packed: Any, features: Any, rows: Any, places: Any) -> Any:
@@ -697,9 +697,9 @@ class Programs:
         packed = _int32(self._buckets.largest_rows, self._row_fields)
         places = (_int32(tokens), _int32(tokens, *self._place_shape))
         jitted = jax.jit(see, donate_argnums=1)
-        return jitted.lower(self._weights, self._layers, self.slots.tokens, packed, self._pool(capacity), *places)
+        return jitted.lower(self._weights, self._layers, self.slots.tokens, packed, self._features, *places)
 
-    def _lowered_encode(self, tokens: int, capacity: int) -> Any:
+    def _lowered_encode(self, tokens: int) -> Any:
         assert self._reader is not None
         pixels = jax.ShapeDtypeStruct(self._reader.shape(tokens), np.uint8)
         grid = (_int32(2),) if self._reader.has_grids else ()
@@ -708,12 +708,7 @@ class Programs:
             return layer_by_layer(self._step.encode)(weights, features, rows, pixels, *grid)
 
         jitted = jax.jit(encode, donate_argnums=1)
-        return jitted.lower(self._weights, self._pool(capacity), _int32(tokens), pixels, *grid)
-
-    def _pool(self, capacity: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape of a feature pool with so many rows."""
-        now = self._features
-        return jax.ShapeDtypeStruct((capacity, now.shape[1]), now.dtype, sharding=now.sharding)
+        return jitted.lower(self._weights, self._features, _int32(tokens), pixels, *grid)
 
     def _lowered_verify(self, tokens: int, candidates: int = 0) -> Any:
         def verify(weights: Weights, layers: Any, known: Any, settings: Any, *step: Any) -> Any:

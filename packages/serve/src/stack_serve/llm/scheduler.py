@@ -35,6 +35,7 @@ import numpy as np
 from stack_core.abi.generation import EngineStats
 from stack_serve.llm.adapter_slots import AdapterSlots
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.images import images_between
 from stack_serve.llm.pages import PagePool, extend_digests
 from stack_serve.llm.sequence import Sequence
 
@@ -114,6 +115,8 @@ class SchedulerState:
       step_tokens: maximum number of tokens per step.
       prefix_caching: True if sequences can reuse pages of earlier ones with the same prefix.
       priorities: bound to which priorities are clipped, [-priorities, priorities].
+      image_rows: number of rows of the feature pool, at least the tokens of the largest image. The distinct images of
+        which a step computes tokens have at most as many tokens.
       pool: allocator of the pages.
       free_slots: slots without a running sequence.
       block_tables: int32[max_sequences, pages_per_sequence], page numbers of the sequence in each slot; entries after
@@ -133,6 +136,7 @@ class SchedulerState:
     pool: PagePool
     free_slots: list[int]
     block_tables: np.ndarray
+    image_rows: int = 0
     adapters: AdapterSlots = field(default_factory=lambda: AdapterSlots(0))
     loading: list[Sequence] = field(default_factory=list)
     waiting: list[Sequence] = field(default_factory=list)
@@ -149,7 +153,15 @@ class SchedulerState:
     accepted_tokens: int = 0
 
     @classmethod
-    def of(cls, config: EngineConfig, *, max_tokens: int, pages: int, prefix_caching: bool = True) -> SchedulerState:
+    def of(
+        cls,
+        config: EngineConfig,
+        *,
+        max_tokens: int,
+        pages: int,
+        prefix_caching: bool = True,
+        image_rows: int = 0,
+    ) -> SchedulerState:
         """Creates the state without sequences.
 
         Args:
@@ -157,6 +169,7 @@ class SchedulerState:
           max_tokens: maximum total length of a prompt and its continuation.
           pages: number of cache pages.
           prefix_caching: True if the states of the model support prefix caching.
+          image_rows: number of rows of the feature pool.
         """
         return cls(
             page_tokens=config.page_tokens,
@@ -167,6 +180,7 @@ class SchedulerState:
             # `pop` takes from the end, so slot 0 is the first in use.
             free_slots=list(reversed(range(config.max_sequences))),
             block_tables=np.zeros((config.max_sequences, -(-max_tokens // config.page_tokens)), np.int32),
+            image_rows=image_rows,
             adapters=AdapterSlots(config.max_adapters),
         )
 
@@ -215,17 +229,19 @@ def schedule(
     drafts = _fitting_drafts(state, ready, drafts) if drafts else {}
     repeats = 1 if drafts else _repeats(state, ready, repeats)
     decodes, chunks, preempted, admitted = list[Row](), list[Row](), list[Sequence](), list[Sequence]()
-    # Decoding sequences come first; prompts get the rest of the step.
-    prompt_tokens = state.step_tokens - sum(_is_decode(sequence) for sequence in ready)
+    # Decoding sequences come first; prompts get the rest of the step. Decoding sequences compute no tokens of images,
+    # because the last token of a prompt is text.
+    room = _Room(state.step_tokens - sum(_is_decode(sequence) for sequence in ready), state.image_rows)
     for sequence in ready:
         if sequence.slot is None:
             break  # this sequence and all later ones were preempted
         missing = sequence.total_tokens - sequence.computed_tokens
-        # At most one running sequence has an incomplete prompt: the next is admitted once its last chunk is planned.
+        # Without images, at most one running sequence has an incomplete prompt: the next is admitted once its last
+        # chunk is planned.
         if missing == 1:
             tokens = min(repeats, _left(sequence)) + len(drafts.get(sequence.id, ()))
         else:
-            tokens = _chunk(sequence, sequence.computed_tokens, missing, prompt_tokens)
+            tokens = room.chunk(sequence, sequence.computed_tokens)
             if not tokens:
                 continue
         # Making room may preempt this sequence itself.
@@ -234,16 +250,15 @@ def schedule(
         if missing == 1:
             decodes.append(_advance(sequence, tokens, samples=tokens))
         else:
+            room.take(sequence, tokens)
             chunks.append(_advance_prompt(sequence, tokens))
-            prompt_tokens -= tokens
     # After a preemption the cache is full, and an admitted sequence could be preempted at once.
-    while not preempted and prompt_tokens and (sequence := _admit(state, prompt_tokens)) is not None:
+    while not preempted and room.tokens and (sequence := _admit(state, room)) is not None:
         admitted.append(sequence)
-        missing = sequence.total_tokens - sequence.computed_tokens
-        tokens = _chunk(sequence, sequence.computed_tokens, missing, prompt_tokens)
+        tokens = room.chunk(sequence, sequence.computed_tokens)
         _make_room(state, sequence, tokens, preempted)
+        room.take(sequence, tokens)
         chunks.append(_advance_prompt(sequence, tokens))
-        prompt_tokens -= tokens
     rows = (*decodes, *chunks)
     for row in rows:  # after all admissions, because rows must not share pages that the same step computes
         _register(state, row.sequence)
@@ -418,22 +433,50 @@ def _release(state: SchedulerState, sequence: Sequence) -> None:
     sequence.computed_tokens = 0
 
 
-def _chunk(sequence: Sequence, start: int, missing: int, prompt_tokens: int) -> int:
-    """Returns the number of tokens to compute next, at most `prompt_tokens`; the tokens of an image stay together."""
-    return max(sequence.image_boundary(start + min(missing, prompt_tokens)) - start, 0)
+@dataclass(slots=True)
+class _Room:
+    """Room for prompts in a step.
+
+    Attributes:
+      tokens: number of tokens that the step can still compute.
+      image_rows: see `SchedulerState`.
+      images: tokens of each image of the step, by digest.
+    """
+
+    tokens: int
+    image_rows: int
+    images: dict[bytes, int] = field(default_factory=dict)
+
+    def chunk(self, sequence: Sequence, start: int) -> int:
+        """Returns the number of tokens to compute from place `start` on, 0 if an image comes next that does not fit."""
+        end = min(sequence.total_tokens, start + self.tokens)
+        taken = dict(self.images)
+        for image in images_between(sequence.images, start, end):
+            taken[image.digest] = image.tokens
+            if sum(taken.values()) > self.image_rows:
+                end = image.start
+                break
+        return max(sequence.image_boundary(end) - start, 0)
+
+    def take(self, sequence: Sequence, tokens: int) -> None:
+        """Takes the room of the next tokens of a sequence."""
+        start = sequence.computed_tokens
+        self.tokens -= tokens
+        for image in images_between(sequence.images, start, start + tokens):
+            self.images[image.digest] = image.tokens
 
 
-def _admit(state: SchedulerState, prompt_tokens: int) -> Sequence | None:
+def _admit(state: SchedulerState, room: _Room) -> Sequence | None:
     """Moves the next waiting sequence to the running ones, with the cached pages of its prefix, if it can start.
 
-    It waits for another step if an image comes next that is larger than the `prompt_tokens` left in this one.
+    It waits for another step if an image comes next for which this one has no room.
     """
     found = _next_to_begin(state)
     if found is None:
         return None
     sequence, pages = found
     start = len(pages) * state.page_tokens
-    if not _chunk(sequence, start, sequence.total_tokens - start, prompt_tokens):
+    if not room.chunk(sequence, start):
         return None
     state.waiting.remove(sequence)
     insort(state.running, sequence, key=_order)

@@ -86,10 +86,14 @@ class Speculation:
     _drafting: dict[int, _Duration] = field(default_factory=dict)
     _verification: dict[int, _Duration] = field(default_factory=dict)
 
-    def pays(self, rows: Sequence[Acceptance]) -> bool:
-        """Returns whether drafts are expected to pay, before the newest tokens of the rows are known."""
-        lengths = [self.tokens] * len(rows)
-        _, gain = self._best(rows, lengths)
+    def pays(self, rows: Sequence[Acceptance], available: Sequence[int] | None = None) -> bool:
+        """Returns whether drafts are expected to pay, before the newest tokens of the rows are known.
+
+        Args:
+          rows: decoding rows.
+          available: maximum number of drafted tokens of each row; None means `tokens`.
+        """
+        _, gain = self._best(rows, [self.tokens] * len(rows) if available is None else available)
         was_on, self.is_on = self.is_on, gain > (1.0 if self.is_on else _LEAST_GAIN)
         self._turns = self._turns + 1 if was_on == self.is_on else 0
         if self.is_on and self._turns == _RETRY_TURNS:

@@ -155,8 +155,8 @@ def stored_rules(
 ) -> list[WeightRule]:
     """Returns the rules for the layout of a checkpoint that has these tensors.
 
-    Two layouts with the same names differ in the shapes of their tensors. A square tensor has the layout of the others,
-    because a checkpoint is written in one layout.
+    Two layouts with the same names differ in the shapes of their tensors. A square tensor has the layout of
+    the rest, because a checkpoint is written in one layout.
 
     Args:
       rules: rules of all parameters of a model.
@@ -164,7 +164,7 @@ def stored_rules(
       shapes: shape of each parameter by path.
 
     Raises:
-      ConversionError: all tensors with two layouts are square, or the others have different ones.
+      ConversionError: all tensors with two layouts are square, or the rest has different layouts.
     """
     found = [rule.stored_in(tensors, shapes[rule.parameter]) for rule in rules]
     square, fused = dict[int, WeightRule](), set[bool]()
@@ -179,8 +179,8 @@ def stored_rules(
     if square and len(fused) != 1:
         names = sorted({rules[place]._first for place in square})
         raise ConversionError(
-            f"{', '.join(names)}: square tensors, which may be transposed, and no other tensor of the experts has one "
-            "layout alone. Save the checkpoint again with its publisher's library."
+            f"{', '.join(names)}: square tensors, which may be transposed; the layouts of the other tensors differ or "
+            "are unknown. Save the checkpoint again with its publisher's library."
         )
     return [square[place] if place in square and True in fused else rule for place, rule in enumerate(found)]
 

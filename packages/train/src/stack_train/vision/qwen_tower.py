@@ -251,8 +251,8 @@ class QwenTower(nnx.Module):
         config = self.config
         mean, std = (np.repeat(np.asarray(each, np.float32), config.patch**2) for each in (config.mean, config.std))
         x = ((pixels.astype(jnp.float32) / 255 - mean) / std).astype(self.dtype)
-        # All frames of a patch are equal. The sum of their kernels would be rounded before the product, which would be
-        # half as large, but is small beside the layers.
+        # All frames of a patch are equal. The sum of their kernels would halve this small product, but would be
+        # rounded, which raises the error of bfloat16 embeddings from 0.17 to 0.24 %.
         x = x.reshape(*x.shape[:2], config.channels, 1, -1)
         x = jnp.broadcast_to(x, (*x.shape[:3], config.frames, x.shape[-1])).reshape(*x.shape[:2], -1)
         kernel = self.patches[...].reshape(config.embed, -1).T.astype(x.dtype)

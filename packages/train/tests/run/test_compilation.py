@@ -24,6 +24,7 @@ PARAMETERS = {
     "deepseek_v3": 671_026_404_352,
     "flux_dev": 11_901_408_320,
     "gemma3_4b": 3_880_263_168,
+    "gemma3_27b": 27_432_406_640,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "mistral_7b": 7_248_023_552,
@@ -31,7 +32,10 @@ PARAMETERS = {
     "qwen2_5_7b": 7_615_616_512,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_8b": 8_190_735_360,
+    "qwen3_vl_30b_a3b": 31_070_754_032,
 }
+# Many more chips, or not measured.
+NOT_FOR_64 = ("deepseek_v3", "gemma3_27b", "llama3_70b", "qwen3_vl_30b_a3b")
 CONFIG = """
 output: OUTPUT
 model: {name: llama, vocab_size: 512, layers: 3, embed: 128, heads: 8, mlp: 256, dtype: float32}
@@ -230,7 +234,7 @@ def test_offloaded_activations_leave_a_devices_memory(config_file, name):
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in ("deepseek_v3", "llama3_70b")])
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in NOT_FOR_64])
 def test_a_step_of_a_published_model_fits_64_tpus(name):
     config, target = config_of(PUBLISHED / f"{name}.yaml", "data.batch_size=64"), Target("v5p:4x4x4")
     report = compile_step(config, target)

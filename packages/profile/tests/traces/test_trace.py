@@ -250,4 +250,4 @@ def test_the_limit_is_of_all_files_and_never_of_small_ones(large, tmp_path):
     check_size([small], free_bytes=1)
     check_size([large, small, tmp_path / "missing"], free_bytes=10**11)
     with pytest.raises(TraceError, match="large"):
-        check_size([small, large], free_bytes=10**9)
+        check_size([tmp_path / "missing", small, large], free_bytes=10**9)

@@ -224,7 +224,7 @@ class Ring:
 
     def _limit_slow_steps(self) -> None:
         slow = [each for each in self._stored if each.kind == "slow"]
-        # Those of earlier processes: this one saves at most as many.
+        # Only captures of earlier processes can exceed the limit, since this process saves at most as many.
         for each in slow[: max(len(slow) - self._slow_steps, 0)]:
             names = {each.path, each.path.with_name(f"{each.path.name}{_BEFORE}")}
             for old in [old for old in self._stored if old.path in names]:

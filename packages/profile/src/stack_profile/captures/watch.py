@@ -107,7 +107,7 @@ class Watch:
         started_s = time.perf_counter()
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # JAX has no class of its own for a full memory; all errors are raised again
             save_out_of_memory(self._out, error)
             raise
         self.finished(self._last_step + 1, time.perf_counter() - started_s)
@@ -151,7 +151,7 @@ class Watch:
                 return
             self._closed = True
             if self._listens:
-                jax.monitoring.unregister_event_duration_listener(self._hear)
+                jax.monitoring.unregister_event_duration_listener(self._note_compilation)
             if self._slow_step is not None:
                 self._save_slow_step()
             self._forget()
@@ -167,7 +167,7 @@ class Watch:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _hear(self, event: str, duration_secs: float, **about: Any) -> None:
+    def _note_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
         self._compiled |= event == _COMPILED
 
     def _pass(self, seconds: float) -> None:
@@ -176,7 +176,7 @@ class Watch:
         if not self._listens and not self._closed:
             # Not in the constructor: a program may configure JAX before the import.
             self._listens = True
-            jax.monitoring.register_event_duration_secs_listener(self._hear)
+            jax.monitoring.register_event_duration_secs_listener(self._note_compilation)
         self.watched_s += seconds
         self._until_normal_s = max(self._until_normal_s - seconds, 0.0)
         if self._is_lost():

@@ -24,15 +24,15 @@ def check_size(files: Sequence[Path], free_bytes: int | None = None) -> None:
     Raises:
       TraceError: the trace is too large.
     """
-    sizes = [file.stat().st_size for file in files if file.exists()]  # reading reports missing files
-    total_bytes = sum(sizes)
+    sizes = {file: file.stat().st_size for file in files if file.exists()}  # reading reports missing files
+    total_bytes = sum(sizes.values())
     if total_bytes <= _ALWAYS_BYTES:
         return
     free_bytes = available_memory_bytes() if free_bytes is None else free_bytes
     needed_bytes = _MEMORY_PER_BYTE * total_bytes
     if free_bytes is None or needed_bytes <= free_bytes:
         return
-    largest = files[sizes.index(max(sizes))]
+    largest = max(sizes, key=lambda file: sizes[file])
     raise TraceError(
         f"The trace has {number('_bytes', total_bytes)} ({str(largest)!r}). Reading it may take "
         f"{number('_bytes', needed_bytes)} of memory, and {number('_bytes', free_bytes)} are free. Capture a shorter "

@@ -37,14 +37,19 @@ export function readPalette(capture: Capture): Palette {
   };
   const series = Array.from({ length: SERIES }, (_, i) => colour(`--c${i}`));
   // The categories with the most time have colours of their own, the others share the last one.
-  const times = new Map<string, number>();
+  const sums = new Float64Array(capture.kinds.length);
+  const isShown = new Uint8Array(capture.kinds.length);
   for (const lane of capture.lanes) {
     if (lane.type === "steps" || (isDerived(lane) && !isSampled(lane))) continue;
+    const weight = lane.type === "operations" ? 1e3 : 1;
     for (let i = lane.first; i < lane.limit; i++) {
-      const category = capture.kinds[capture.kind[i]!]!.category ?? "";
-      times.set(category, (times.get(category) ?? 0) + (lane.type === "operations" ? 1e3 : 1) * capture.self[i]!);
+      const kind = capture.kind[i]!;
+      sums[kind]! += weight * capture.self[i]!;
+      isShown[kind] = 1;
     }
   }
+  const times = new Map<string, number>();
+  capture.kinds.forEach(({ category = "" }, i) => isShown[i] && times.set(category, (times.get(category) ?? 0) + sums[i]!));
   const ordered = [...times].sort((a, b) => b[1] - a[1]).map(([category]) => category);
   const colours = new Map(ordered.map((category, i) => [category, series[Math.min(i, SERIES - 1)]!]));
   const paper = colour("--paper");

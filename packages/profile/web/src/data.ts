@@ -173,7 +173,7 @@ export interface Capture {
   readonly changes: Changes | null; // of a comparison
   readonly failures: Readonly<Record<string, string>>; // error messages of missing tables
   readonly dispatchedBy: Uint32Array; // 1 + the event of the host that dispatched it, or 0
-  readonly dispatched: ReadonlyMap<number, readonly number[]>; // the first event of each lane that an event dispatched
+  readonly arrows: Arrows;
   readonly extra: Float64Array; // a further time of events of derived lanes, -1 if unknown
   readonly start: Float64Array;
   readonly end: Float64Array;
@@ -183,6 +183,12 @@ export interface Capture {
   readonly reached: Float64Array; // the latest end of the lane's events up to each one, for binary search
   from: number; // `align` moves the events after
   to: number;
+}
+
+/** Pairs of an event of the host and the first event of a lane that it dispatched. */
+export interface Arrows {
+  readonly source: Uint32Array;
+  readonly target: Uint32Array;
 }
 
 interface Packed {
@@ -226,6 +232,7 @@ export async function readCapture(text: string): Promise<Capture> {
       return { device, name, time: time!, allocated: allocated!, available: available!, peak: peak! };
     }),
   );
+  const dispatchedBy = new Uint32Array(columns.get("dispatched_by")!);
   return {
     ...timed(lanes, columns),
     roof: found.roof ?? null,
@@ -237,8 +244,8 @@ export async function readCapture(text: string): Promise<Capture> {
     advice: found.advice ?? null,
     changes: found.changes ?? null,
     extra: columns.get("extra")!,
-    dispatchedBy: Uint32Array.from(columns.get("dispatched_by")!),
-    dispatched: firstDispatched(lanes, columns.get("dispatched_by")!),
+    dispatchedBy,
+    arrows: firstDispatched(lanes, dispatchedBy),
     allocators,
     failures: found.failures,
     lanes,
@@ -247,8 +254,8 @@ export async function readCapture(text: string): Promise<Capture> {
     stacks: found.stacks,
     sources: new Map(Object.entries(found.sources)),
     leftOut: found.left_out,
-    kind: Uint32Array.from(columns.get("kind")!),
-    row: Uint16Array.from(columns.get("row")!),
+    kind: new Uint32Array(columns.get("kind")!),
+    row: new Uint16Array(columns.get("row")!),
   };
 }
 
@@ -277,17 +284,26 @@ function timed(lanes: readonly Lane[], columns: Columns) {
   return { start, end, self, reached, from: from < to ? from : 0, to: from < to ? to : 1 };
 }
 
-function firstDispatched(lanes: readonly Lane[], by: Float64Array): ReadonlyMap<number, readonly number[]> {
-  const found = new Map<number, number[]>();
+function firstDispatched(lanes: readonly Lane[], by: Uint32Array): Arrows {
+  const source: number[] = [];
+  const target: number[] = [];
+  const last = new Int32Array(by.length).fill(-1); // lane of the last arrow of each event
   for (const lane of lanes) {
-    const seen = new Set<number>();
     for (let i = lane.first; i < lane.limit; i++) {
-      const source = by[i]! - 1;
-      if (source < 0 || seen.has(source)) continue;
-      seen.add(source);
-      found.set(source, [...(found.get(source) ?? []), i]);
+      const event = by[i]! - 1;
+      if (event < 0 || last[event] === lane.index) continue;
+      last[event] = lane.index;
+      source.push(event);
+      target.push(i);
     }
   }
+  return { source: Uint32Array.from(source), target: Uint32Array.from(target) };
+}
+
+/** The first events of each lane that an event dispatched. */
+export function targetsOf({ source, target }: Arrows, event: number): readonly number[] {
+  const found: number[] = [];
+  for (let place = source.indexOf(event); place >= 0; place = source.indexOf(event, place + 1)) found.push(target[place]!);
   return found;
 }
 
@@ -308,14 +324,19 @@ async function unpack(packed: Packed): Promise<Columns> {
 /** Joins the bytes of a column, which are stored byte by byte: the lowest of every value first. */
 function column(bytes: Uint8Array, length: number, dtype: string): Float64Array {
   const width = Number(dtype.slice(1));
-  const joined = new Uint8Array(8);
-  const view = new DataView(joined.buffer);
-  const values = new Float64Array(length);
-  for (let i = 0; i < length; i++) {
-    for (let byte = 0; byte < width; byte++) joined[byte] = bytes[byte * length + i]!;
-    if (dtype === "f8") values[i] = view.getFloat64(0, true);
-    else values[i] = view.getUint32(0, true) + (width === 8 ? view.getInt32(4, true) * 2 ** 32 : 0);
+  const joined = new Uint8Array(width * length);
+  for (let byte = 0; byte < width; byte++) {
+    const plane = bytes.subarray(byte * length, (byte + 1) * length);
+    for (let i = 0, place = byte; i < length; i++, place += width) joined[place] = plane[i]!;
   }
+  // Typed arrays are little-endian on all machines with a browser.
+  if (dtype === "f8") return new Float64Array(joined.buffer);
+  if (dtype === "u2") return new Float64Array(new Uint16Array(joined.buffer));
+  const low = new Uint32Array(joined.buffer);
+  if (dtype === "u4") return new Float64Array(low);
+  const high = new Int32Array(joined.buffer);
+  const values = new Float64Array(length);
+  for (let i = 0; i < length; i++) values[i] = low[2 * i]! + high[2 * i + 1]! * 2 ** 32;
   return values;
 }
 

@@ -77,6 +77,6 @@ function filterOf(label: string, all: number, found: number, view: View, actions
   const input = h("input", { type: "search", placeholder: "filter rows", data: { focus: "rows" }, aria: { label: `Filter rows of ${label}` } });
   input.value = view.rows;
   input.addEventListener("input", () => actions.change({ rows: input.value }));
-  const said = view.rows ? `${count(found)} of ${count(all)} rows` : `${count(all)} rows`;
+  const said = `${view.rows ? `${count(found)} of ` : ""}${count(all)} ${all === 1 ? "row" : "rows"}`;
   return h("div", { class: "controls" }, input, h("span", { class: "help", role: "status" }, said));
 }

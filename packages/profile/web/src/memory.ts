@@ -163,6 +163,6 @@ function allocatorChart(allocator: Allocator, [from, to]: readonly [number, numb
   });
   svg.addEventListener("pointerleave", () => tip(null));
   const [, highest] = extent(inside.map((i) => peak[i]!));
-  figure.element.append(h("p", { class: "help" }, `${count(inside.length)} states in this range: ${bytes(least)} to ${bytes(most)} in use; at most ${bytes(highest)} since the process started.`));
+  figure.element.append(h("p", { class: "help" }, `${count(inside.length)} ${inside.length === 1 ? "state" : "states"} in this range: ${bytes(least)} to ${bytes(most)} in use; at most ${bytes(highest)} since the process started.`));
   return figure.element;
 }

@@ -3,7 +3,7 @@
 import { advicePanel } from "./advice";
 import { changesPanel } from "./changes";
 import { communicationPanel, compilePanel, inputPanel } from "./communication";
-import { type Capture, type Frame, type Kind, laneOf } from "./data";
+import { type Capture, type Frame, type Kind, laneOf, targetsOf } from "./data";
 import { button, h, select } from "./dom";
 import { bytes, count, flops, picoseconds, share } from "./format";
 import { flamePanel, flameTree } from "./flame";
@@ -213,7 +213,7 @@ export class Panel {
   private dispatch(event: number): HTMLElement | null {
     const { capture, actions } = this;
     const source = capture.dispatchedBy[event]! - 1;
-    const targets = capture.dispatched.get(event) ?? [];
+    const targets = targetsOf(capture.arrows, event);
     const name = (each: number) => capture.kinds[capture.kind[each]!]!.name;
     const link = (each: number, text: string) => button(text, () => actions.event(each), { class: "link" });
     const later = (from: number, to: number) => picoseconds(capture.start[to]! - capture.start[from]!);

@@ -4,14 +4,16 @@
 // same however many events are narrower than a pixel. Labels are drawn over them.
 
 import { type Colour, css, inkOn, mix, type Palette, pixel } from "./colours";
-import { type Allocator, type Capture, firstEndingAfter, isSampled, type Lane, laneOf } from "./data";
+import { type Allocator, type Capture, firstEndingAfter, isSampled, type Lane, laneOf, targetsOf } from "./data";
 import { h } from "./dom";
 import { bytes, picoseconds } from "./format";
 import { isChosen, isGroup } from "./query";
 import { extent, stepPath } from "./svg";
 import type { Range, View } from "./view";
 
-const GUTTER = 176; // CSS pixels of the lanes' names
+const isNarrow = innerWidth < 700; // as a phone's screen is
+const GUTTER = isNarrow ? 112 : 176; // CSS pixels of the lanes' names
+const LONGEST_NAME = isNarrow ? 13 : 22; // letters
 const RULER = 20;
 const ROW = 15;
 const FOLDED = 5; // height of a row of a folded lane
@@ -361,7 +363,7 @@ export class Timeline {
         context.fillText(`to ${bytes(extent(strip.memory.allocated)[1])}`, 18, top + 22);
       } else if (strip.lane) {
         context.fillStyle = css(palette.faint);
-        context.fillText(shortened(strip.lane.name, 22), 18, top + Math.min(strip.height - PAD, ROW) / 2 + 0.5);
+        context.fillText(shortened(strip.lane.name, LONGEST_NAME), 18, top + Math.min(strip.height - PAD, ROW) / 2 + 0.5);
         const canFold = strip.lane.rows > 1 || this.isFolded(strip.lane);
         if (canFold) context.fillText(this.isFolded(strip.lane) ? "▸" : "▾", 6, top + Math.min(strip.height - PAD, ROW) / 2);
       } else {
@@ -403,13 +405,11 @@ export class Timeline {
     const { event } = this.view;
     const [from, to] = this.window;
     const pairs: (readonly [number, number])[] = [];
-    for (const [source, targets] of capture.dispatched) {
-      if (capture.start[source]! > to) continue;
-      for (const target of targets) {
-        if (capture.start[target]! >= from && capture.start[source]! <= to && pairs.length <= MOST_ARROWS) pairs.push([source, target]);
-      }
+    const { source, target } = capture.arrows;
+    for (let i = 0; i < source.length && pairs.length <= MOST_ARROWS; i++) {
+      if (capture.start[target[i]!]! >= from && capture.start[source[i]!]! <= to) pairs.push([source[i]!, target[i]!]);
     }
-    const own: (readonly [number, number])[] = event === null ? [] : [...(capture.dispatched.get(event) ?? []).map((target) => [event, target] as const)];
+    const own: (readonly [number, number])[] = event === null ? [] : targetsOf(capture.arrows, event).map((each) => [event, each]);
     if (event !== null && capture.dispatchedBy[event]) own.push([capture.dispatchedBy[event]! - 1, event]);
     context.save();
     context.beginPath();

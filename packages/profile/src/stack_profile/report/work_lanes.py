@@ -1,5 +1,6 @@
 """Lanes of the stack's own concurrent work: requests, engine steps, rollouts, rewards, and the trainer's steps."""
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -108,7 +109,8 @@ def _requests(found: Sequence[ServedRequest]) -> list[_Event]:
         ends = [span.end_ps for span, _, new in each.steps if new]
         sent = each.start_ps
         for time, _ in each.sent:
-            begun = max((end for end in ends if end <= time), default=time)
+            place = bisect.bisect_right(ends, time)
+            begun = ends[place - 1] if place else time
             events.append((f"{name} stream", "stream", max(sent, begun), time, 2 * row + 1))
             sent = time
     return events

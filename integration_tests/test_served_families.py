@@ -54,6 +54,19 @@ FAMILIES = {
         "vision": QwenTowerConfig(embed=16, heads=2, mlp=18, layers=2, patch=3, position_side=3, deepstack=(0, 1)),
         **EXPERTS,
     },
+    "gemma4": {
+        "layers": 6,
+        "head_dim": 10,
+        "global_layers": (1, 3, 5),
+        "window": 6,
+        "global_head_dim": 16,
+        "global_kv_heads": 1,
+        "keys_as_values": True,
+        "shared_layers": 3,
+        "wide_shared_mlp": True,
+        "per_layer_input": 6,
+        "logit_softcap": 5.0,
+    },
     "gemma2": {"window": 6, "query_scalar": 24},
     "olmo2": {},
     "gpt_oss": {"window": 6, **EXPERTS},
@@ -128,8 +141,8 @@ FAMILIES = {
         **EXPERTS,
     },
 }
-# Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
-DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}
+# Together these have windows, experts, sinks, soft caps, latents, recurrent states, shared keys and quantized weights.
+DEFAULT = {"gemma3": "w8a8", "gemma4": "float", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}
 CASES = [
     pytest.param(family, rules, marks=[] if DEFAULT.get(family) == rules else pytest.mark.slow)
     for family in FAMILIES

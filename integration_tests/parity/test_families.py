@@ -68,6 +68,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 8, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
         | {"final_logit_softcapping": 5.0},
     ),
+    "gemma4": (  # an odd number of layers, of which the last ones share keys, and kinds without a period
+        "Gemma4",
+        {"num_hidden_layers": 7, "head_dim": 10, "global_head_dim": 16, "num_global_key_value_heads": 1}
+        | {"attention_k_eq_v": True, "sliding_window": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97, "final_logit_softcapping": 5.0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
     "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}),
     "olmo2": ("Olmo2", {}),
     "gpt_oss": (
@@ -166,7 +173,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-PARTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 """Language models of larger ones, which have the shorter name of the config."""
 
 
@@ -192,8 +199,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     their_config = config_class(**{**SIZES, **sizes}, attn_implementation="eager")  # 4 caps no scores in its others
     torch_model = getattr(transformers, f"{theirs}ForCausalLM")(their_config).eval()
     # Unit vectors and norms of narrow heads magnify rounding: with 0.25, 1e-7 of the embedding moves logits by 2e-4.
-    std = 0.1 if request.param in ("qwen3_next", "qwen3_5", "qwen3_5_moe") else 0.25
-    biases = [buffer for name, buffer in torch_model.named_buffers() if "correction_bias" in name]
+    std = 0.1 if request.param in ("gemma4", "qwen3_next", "qwen3_5", "qwen3_5_moe") else 0.25
+    saved = ("correction_bias", "layer_scalar")
+    biases = [buffer for name, buffer in torch_model.named_buffers() if name.endswith(saved)]
     with torch.no_grad():  # far from equal logits, so that greedy generation has no ties; no scale or bias at its start
         for parameter in (*torch_model.parameters(), *biases):
             noise = torch.randn_like(parameter)

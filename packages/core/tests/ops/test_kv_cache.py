@@ -70,6 +70,21 @@ def test_it_is_near_attention_in_float(kind: str, spec: AttentionSpec) -> None:
         assert (0 if kind == "model" else 1e-3) <= error(layer, expected) <= MOST[kind]
 
 
+@pytest.mark.parametrize("kind", ["model", "int8"])
+def test_queries_of_another_layer_see_the_tokens_of_the_same_call(kind: str) -> None:
+    query, key, value = tokens()
+    spec, cache, first, found = AttentionSpec(window=(3, 0)), empty(kind), [], []
+    for part in (slice(0, 7), slice(7, SEQ)):
+        arrays = [array[:, part] for array in (query, key, value)]
+        output, layer = cache.attend(jax.tree.map(lambda array: array[0], cache.layers), *arrays, spec)
+        first.append(output)
+        found.append(cache.attend_shared(layer, arrays[0][:, :, ::-1], spec))
+        cache = cache.advance(jax.tree.map(lambda array: array[None], layer), part.stop - part.start)
+    expected = ops.attention(query[:, :, ::-1], key, value, causal=True, window=spec.window)
+    assert error(jnp.concatenate(found, axis=1), expected) <= MOST[kind]
+    assert error(jnp.concatenate(first, axis=1), expected) > 0.1
+
+
 def test_chunks_attend_to_themselves() -> None:
     query, key, value = tokens()
     output, _ = run(empty("model"), [7, 1, 1, 3], AttentionSpec(window=(3, 0), chunk=4))

@@ -16,6 +16,7 @@ def test_public_names() -> None:
         "LogicalNames",
         "LongRopeScaling",
         "PackedSegments",
+        "ProportionalScaling",
         "RopeScaling",
         "YarnScaling",
         "attention",

@@ -33,6 +33,19 @@ def rows(starts: list[int], counts: list[int], tokens: int) -> Rows:
     return Rows(*(jnp.asarray(array, jnp.int32) for array in arrays))
 
 
+def test_queries_of_another_layer_see_the_tokens_of_the_same_step() -> None:
+    """They read the pages that the layer has written, and write none."""
+    query, key, value = (jax.random.normal(each, (5, 1, 2, 8)) for each in jax.random.split(jax.random.key(1), 3))
+    layers = empty_layers([SHAPE, None], pages=PAGES, page_tokens=PAGE_TOKENS, slots=3, layout="pshd")
+    assert layers[1] is None  # a layer that shares keys has no pages
+    cache = PagedKVCache(layers, rows([0, 0], [5, 0], 5), "pshd")
+    output, layer = cache.attend(layer_of(layers[0]), query, key, value, AttentionSpec())
+    np.testing.assert_array_equal(cache.attend_shared(layer, query, AttentionSpec()), output)
+    turned = cache.attend_shared(layer, query[:, :, ::-1], AttentionSpec())
+    expected, _ = cache.attend(layer_of(layers[0]), query[:, :, ::-1], key, value, AttentionSpec())
+    np.testing.assert_array_equal(turned, expected)
+
+
 def attended(dtype: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
     """What row 0 and 1 get, and what dense attention to the same keys gives."""
     keys = jax.random.split(jax.random.key(1), 6)

@@ -23,6 +23,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("gemma2", "stack_train.models.gemma2:FAMILY")
     registry.add("gemma3", "stack_train.models.gemma3:FAMILY")
     registry.add("gemma3_vision", "stack_train.models.gemma3_vision:FAMILY")
+    registry.add("gemma4", "stack_train.models.gemma4:FAMILY")
     registry.add("qwen3_vl", "stack_train.models.qwen3_vl:FAMILY")
     registry.add("qwen3_vl_moe", "stack_train.models.qwen3_vl_moe:FAMILY")
     registry.add("gpt_oss", "stack_train.models.gpt_oss:FAMILY")

@@ -65,7 +65,7 @@ PARAMETERS = {
 The indices of Kimi K2 and MiniMax-M2.5 count scales, too; their numbers are sums of the shapes.
 """
 LARGER = "Mistral-Small-3.1-24B-Instruct-2503"
-UNPUBLISHED = {"bamba", "granite_moe_hybrid", "llama4", "ministral3", "qwen3_5", "qwen3_5_moe"}
+UNPUBLISHED = {"bamba", "gemma4", "granite_moe_hybrid", "llama4", "ministral3", "qwen3_5", "qwen3_5_moe"}
 UNPUBLISHED |= {"qwen3_vl_moe", "roberta", "xlm_roberta", "mt5", "umt5"}
 """Families whose published files are not here; `integration_tests/parity` reads what transformers writes."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

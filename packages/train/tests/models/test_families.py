@@ -11,13 +11,14 @@ import pytest
 from flax import nnx
 
 from stack_core.abi.config import parse, to_mapping
-from stack_core.abi.errors import ConfigError, ConversionError
+from stack_core.abi.errors import ConfigError, ConversionError, TrainingError
 from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig
 from stack_core.abi.plugins import registries
 from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import named_leaves
 from stack_train.models.weight_map import joined_tensors, shared_tensors, stored_rules
+from stack_train.nn import pipeline
 from stack_train.nn.delta import DeltaAttention
 from stack_train.nn.mamba import Mamba2
 from stack_train.variables.weights import abstract_params
@@ -76,6 +77,19 @@ FAMILIES = {
             "position_side": 3,
             "deepstack": (0, 1),
         },
+    },
+    "gemma4": {
+        "layers": 7,
+        "head_dim": 10,
+        "global_layers": (1, 3, 6),
+        "window": 5,
+        "global_head_dim": 16,
+        "global_kv_heads": 1,
+        "keys_as_values": True,
+        "shared_layers": 3,
+        "wide_shared_mlp": True,
+        "per_layer_input": 6,
+        "logit_softcap": 3.0,
     },
     "gemma2": {"layers": 3, "head_dim": 8, "window": 5, "query_scalar": 9},
     "olmo2": {"layers": 2},
@@ -213,8 +227,9 @@ FAMILIES = {
         "expert_mlp": 16,
     },
 }
-STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "ministral3", "granite_moe_hybrid")
-"""Families with every kind of state, alone and beside others, with sinks, temperatures and scaled residual sums."""
+STATES = ("gemma3", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_next", "ministral3", "granite_moe_hybrid")
+"""Families with every kind of state, alone and beside others, with sinks, temperatures, scaled residual sums and shared
+keys."""
 SEQ = 12
 ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
 
@@ -383,6 +398,83 @@ def test_transformers_5_nests_what_transformers_4_does_not():
     assert read({**shared, **four}) == read({**shared, **five})
     with pytest.raises(ConversionError, match=r"layer_types="):
         read({**shared, **five, "layer_types": kinds[::-1]})
+
+
+def test_layers_that_share_keys_have_no_state_and_their_own_loops():
+    spec = registries.models["gemma4"].spec(make_config("gemma4"))
+    assert [(group.start, len(group.period), group.repeats) for group in spec.groups] == [
+        (0, 2, 2),
+        (4, 1, 2),
+        (6, 1, 1),
+    ]
+    assert [layer.attention.source for layer in spec.layers] == [None] * 4 + [2, 2, 3]
+    states = make_model("gemma4").states
+    assert [[state and (state.repeats, state.key_dim) for state in group] for group in states] == [
+        [(2, 10), (2, 16)],
+        [None],
+        [None],
+    ]
+
+
+def test_stages_refuse_layers_that_share_keys_or_have_inputs():
+    tokens = jnp.zeros((2, SEQ), jnp.int32)
+    unshared = {"shared_layers": 0, "wide_shared_mlp": False}
+    for changes, cause in (({}, "share keys and values"), (unshared, "per-layer embeddings")):
+        model = nnx.eval_shape(
+            lambda c=changes: registries.models["gemma4"].build(make_config("gemma4", **c), key=jax.random.key(0))
+        )
+        with pytest.raises(TrainingError, match=rf"{cause}.*mesh\.stage=1"), pipeline._around(pipeline.Boundary()):
+            jax.eval_shape(lambda model, tokens: model(tokens, tokens), model, tokens)
+
+
+GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block=True, not False"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input=7, not the vocab_size 262144"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types="),
+        ({"layer_types": ["full_attention"] * 3}, "for each of 4 layers"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}}, r"rope_parameters\.sliding"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, r"per_layer_config=.*\[1, 3\]"),
+        ({"per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 16}}}, "per_layer_config="),
+        ({"per_layer_config": {"1": {"sliding_window": 8}, "3": {"sliding_window": 8}}}, "per_layer_config="),
+    ],
+)
+def test_a_gemma4_that_is_not_supported_is_refused_by_name(changes, message):
+    read = registries.models["gemma4"].config_map.read
+    assert read(GEMMA4)["global_layers"] == (1, 3)
+    with pytest.raises(ConversionError, match=message):
+        read({**GEMMA4, **changes})
+
+
+def test_heads_of_global_layers_are_read_from_either_key():
+    """Published files have a key for each size, and transformers saves overrides of each layer."""
+    read = registries.models["gemma4"].config_map.read
+    sizes = {"head_dim": 32, "num_key_value_heads": 2}
+    saved = read({**GEMMA4, "per_layer_config": {"1": sizes, "3": sizes}})
+    published = {"global_head_dim": 32, "num_global_key_value_heads": 2}
+    assert saved == read({**GEMMA4, **published, "attention_k_eq_v": True}) | {"keys_as_values": False}
+    assert read({**GEMMA4, **published})["global_kv_heads"] is None  # which transformers ignores then
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_layers": (1, 7)}, r"global_layers names \[7\], and the model has layers=7"),
+        ({"global_head_dim": 7}, "global_head_dim=7 is odd"),
+        ({"global_kv_heads": 3}, "no multiple of global_kv_heads=3"),
+        ({"shared_layers": 6}, "leaves no full_attention layer"),
+        ({"shared_layers": 7}, "leaves no full_attention or sliding_attention layer"),
+        ({"shared_layers": 0}, "wide_shared_mlp has no layers"),
+    ],
+)
+def test_sizes_that_gemma4_cannot_have_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config("gemma4", **changes)
 
 
 @pytest.mark.parametrize(

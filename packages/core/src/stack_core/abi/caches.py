@@ -127,6 +127,26 @@ class KVCache(Protocol):
         """
         ...
 
+    def attend_shared(
+        self,
+        layer: Any,
+        query: jax.Array,
+        spec: AttentionSpec,
+        *,
+        sinks: jax.Array | None = None,
+        ahead: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends to the tokens of another layer, to which the same call has already appended its keys and values.
+
+        Args:
+          layer: the slice that `attend` returned for that layer.
+          query, sinks, ahead: see `attend`.
+
+        Returns:
+          Output [batch, seq, heads, value_dim].
+        """
+        ...
+
     def attend_latent(
         self, layer: Any, query: jax.Array, latent: jax.Array, spec: AttentionSpec, *, value_dim: int
     ) -> tuple[jax.Array, Any]:

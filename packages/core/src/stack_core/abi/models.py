@@ -72,7 +72,8 @@ class LanguageModel(Protocol):
 
     Attributes:
       states: state that each group of layers keeps per sequence, in the structure of `cache.layers`: a pytree whose
-        leaves are `KeysValues`, `Latent` or `Recurrent` (`stack_core.abi.caches`).
+        leaves are `KeysValues`, `Latent` or `Recurrent` (`stack_core.abi.caches`), with None for layers that share the
+        state of another.
     """
 
     @property

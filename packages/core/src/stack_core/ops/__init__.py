@@ -34,6 +34,7 @@ from stack_core.ops.references.rope_scaling import DynamicScaling as DynamicScal
 from stack_core.ops.references.rope_scaling import LinearScaling as LinearScaling
 from stack_core.ops.references.rope_scaling import Llama3Scaling as Llama3Scaling
 from stack_core.ops.references.rope_scaling import LongRopeScaling as LongRopeScaling
+from stack_core.ops.references.rope_scaling import ProportionalScaling as ProportionalScaling
 from stack_core.ops.references.rope_scaling import RopeScaling as RopeScaling
 from stack_core.ops.references.rope_scaling import YarnScaling as YarnScaling
 
@@ -48,6 +49,7 @@ __all__ = [
     "LogicalNames",
     "LongRopeScaling",
     "PackedSegments",
+    "ProportionalScaling",
     "RopeScaling",
     "YarnScaling",
     "attention",

@@ -190,8 +190,19 @@ class DenseKVCache:
           The output, and the layer with the new keys and values. `lengths` changes only in `advance`.
         """
         layer = LayerCache(self._append(layer.key, key), self._append(layer.value, value))
-        keys, values = (ops.dequantize(stored, query.dtype) for stored in (layer.key, layer.value))
-        return self._attention(query, keys, values, spec, sinks, ahead, bias), layer
+        return self._attention_over(layer, query, spec, sinks, ahead, bias), layer
+
+    def attend_shared(
+        self,
+        layer: LayerCache,
+        query: Float[Array, "batch seq heads key_dim"],
+        spec: AttentionSpec,
+        *,
+        sinks: Float[Array, " heads"] | None = None,
+        ahead: Int[Array, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq heads value_dim"]:
+        """Computes causal attention over another layer, to which this call has already appended its tokens."""
+        return self._attention_over(layer, query, spec, sinks, ahead)
 
     def attend_latent(
         self,
@@ -223,6 +234,12 @@ class DenseKVCache:
     def advance(self, layers: Any, tokens: int) -> "DenseKVCache":
         """Returns the cache after all layers appended `tokens` tokens per row, or `expected` tokens if set."""
         return DenseKVCache(layers, self.lengths + (tokens if self.expected is None else self.expected))
+
+    def _attention_over(
+        self, layer: LayerCache, query: Any, spec: AttentionSpec, sinks: Any, ahead: Any, bias: Any = None
+    ) -> Any:
+        keys, values = (ops.dequantize(stored, query.dtype) for stored in (layer.key, layer.value))
+        return self._attention(query, keys, values, spec, sinks, ahead, bias)
 
     def _attention(
         self,

@@ -141,19 +141,32 @@ class PagedKVCache:
         ahead: Int[Array, "tokens 1"] | None = None,
     ) -> tuple[Float[Array, "tokens 1 heads value_dim"], PagedLayer]:
         """Writes keys and values to their pages and computes attention, in the dtype of the pages unless quantized."""
-        pages = tuple("act_kv_heads" if axis == "h" else None for axis in self.layout)
-        axes = {"query": (None, "act_heads", None), "key_pages": pages}
         if holds_values(self.layout):
             layer = PagedLayer(self._put(layer.key, stack_key_value(key[:, 0], value[:, 0])), None)
         else:
             layer = PagedLayer(self._put(layer.key, key[:, 0]), self._put(layer.value, value[:, 0]))
+        return self.attend_shared(layer, query, spec, sinks=sinks, ahead=ahead), layer
+
+    def attend_shared(
+        self,
+        layer: PagedLayer,
+        query: Float[Array, "tokens 1 heads key_dim"],
+        spec: AttentionSpec,
+        *,
+        sinks: Float[Array, " heads"] | None = None,
+        ahead: Int[Array, "tokens 1"] | None = None,
+    ) -> Float[Array, "tokens 1 heads value_dim"]:
+        """Computes attention over the pages of a layer, to which the same step has already written its tokens."""
+        pages = tuple("act_kv_heads" if axis == "h" else None for axis in self.layout)
+        axes = {"query": (None, "act_heads", None), "key_pages": pages}
+        if layer.value is not None:
             axes["value_pages"] = pages
         own: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
         if sinks is not None:
             axes["sinks"] = ("act_heads",)
         if ahead is not None:
             own["ahead"], axes["ahead"] = ahead[:, 0], (None,)
-        return self._attention(layer, query, spec, axes=axes, **own), layer
+        return self._attention(layer, query, spec, axes=axes, **own)
 
     def _attention(
         self, layer: PagedLayer, query: jax.Array, spec: AttentionSpec, **options: Any

@@ -22,6 +22,7 @@ _RENAMED = {
     "model.language_model.": "model.",
 }
 _LEFT_OUT = ("vision_tower", "vision_model", "multi_modal_projector", "visual")
+_LEFT_OUT += ("audio_tower", "embed_vision", "embed_audio")
 # Keys that may be set for the multimodal model only, outside of `text_config`.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
 _TIED = "tie_word_embeddings"  # as in transformers 5, the multimodal model's value overrides the text config's

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from stack_core import ops
 from stack_core.abi.caches import KVCache, LayerState
 from stack_core.abi.config import config
-from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError
+from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError, TrainingError
 from stack_core.abi.models import ImageTokens, Outputs
 from stack_core.ops import Head
 from stack_train.nn.attention import Attention, Mixer, Rope
@@ -22,7 +22,9 @@ from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, check_unsplit_sequence, from_zigzag, shared_rows, to_zigzag
 from stack_train.nn.feed_forward import Facts, TokenLayer
 from stack_train.nn.groups import Group, groups_of
+from stack_train.nn.layer_inputs import InputGate, LayerInputs
 from stack_train.nn.linear import FloatName, head_of, lookup
+from stack_train.nn.pipeline import boundary
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import STREAM, Norm, ResidualStream, Rows, gather_sequence, shard_residual
 from stack_train.nn.stack import NamedRemat, RematPolicy, check_names, named, scan_layers
@@ -133,6 +135,9 @@ class Layer:
       residual_scale: scale of their outputs in the residual sum.
       adds_features: adds features of images to the output at image tokens (DeepStack; Meng et al., 2024,
         arXiv:2406.04334). Each such layer, in order, takes the next `embed` of `ImageTokens.features`.
+      input_gate: third sublayer, which adds the layer's per-layer embeddings (`LayerInputs`), normalized; all layers of
+        a decoder have the same, or None.
+      output_scale: multiplies the output by a stored number, which is not trained.
     """
 
     attention: Mixer
@@ -141,6 +146,8 @@ class Layer:
     output_norms: bool = False
     residual_scale: float = 1.0
     adds_features: bool = False
+    input_gate: InputGate | None = None
+    output_scale: bool = False
 
     def build(self, build: Build) -> "Block":
         return Block(self, build)
@@ -149,6 +156,9 @@ class Layer:
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """Architecture of a decoder, as derived from its config.
+
+    Layers may share the keys and values of an earlier layer, the `source` of their attention. All sources precede the
+    first of these layers, since their arrays must exist before its loop starts.
 
     Attributes:
       layers: specification of each layer.
@@ -166,6 +176,24 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
+    @property
+    def groups(self) -> tuple[Group[Layer], ...]:
+        """Groups of repeating layers. Layers that share keys and values are never grouped with their sources."""
+        first = next((index for index, layer in enumerate(self.layers) if _source_of(layer) is not None), None)
+        if first is None:
+            return groups_of(self.layers)
+        sharing = (replace(group, start=first + group.start) for group in groups_of(self.layers[first:]))
+        return (*groups_of(self.layers[:first]), *sharing)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Indices of the layers whose keys and values others share."""
+        return tuple(sorted({source for layer in self.layers if (source := _source_of(layer)) is not None}))
+
+
+def _source_of(layer: Layer) -> int | None:
+    return layer.attention.source if isinstance(layer.attention, Attention) else None
+
 
 class Block(nnx.Module):
     """Module of a `Layer`. Its parameters are stacked, [repeats, ...]; a call uses the slice of one layer."""
@@ -178,16 +206,26 @@ class Block(nnx.Module):
         self.feed_forward_norm = build.scale(build.embed) if spec.input_norms else None
         self.feed_forward = spec.feed_forward.build(build.child())
         self.feed_forward_output_norm = build.scale(build.embed) if spec.output_norms else None
+        self.input_gate = spec.input_gate.build(build.child()) if spec.input_gate else None
+        self.input_gate_norm = build.scale(build.embed) if spec.input_gate else None
+        self.output_scale = build.full(1, None, 1.0, trained=False) if spec.output_scale else None
 
     def __call__(
-        self, stream: ResidualStream, rows: Rows, cache: KVCache | None, layer_cache: Any
+        self, stream: ResidualStream, rows: Rows, cache: KVCache | None, layer_cache: Any, per_layer_input: Any = None
     ) -> tuple[ResidualStream, Any, Facts]:
         normed, x = self._input(replace(stream, x=named(stream.x, "layer_input")), self.attention_norm)
         added, layer_cache = self.attention(gather_sequence(normed), rows, cache, layer_cache)
         stream = self._add(x, named(added, "attention_output"), self.attention_output_norm)
         normed, x = self._input(stream, self.feed_forward_norm)
         added, facts = self.feed_forward(gather_sequence(normed), rows)
-        return self._add(x, added, self.feed_forward_output_norm), layer_cache, facts
+        stream = self._add(x, added, self.feed_forward_output_norm)
+        if self.input_gate is not None:
+            x = stream.joined().x
+            stream = self._add(x, self.input_gate(gather_sequence(x), per_layer_input), self.input_gate_norm)
+        if self.output_scale is not None:
+            scale = self.output_scale[...].astype(x.dtype)
+            stream = ResidualStream(stream.x * scale, stream.added * scale)
+        return stream, layer_cache, facts
 
     def _input(self, stream: ResidualStream, scale: Parameter | None) -> tuple[jax.Array, jax.Array]:
         """Returns the input of the next sublayer, and the residual stream to which its output is added."""
@@ -247,7 +285,7 @@ class Decoder(nnx.Module):
         self.config, self.norm_spec = config, spec.norm
         self.embedding_scale = spec.embedding_scale
         self.logit_scale, self.logit_softcap = spec.logit_scale, spec.logit_softcap
-        self.groups = groups_of(spec.layers)
+        self.groups, self.sources = spec.groups, spec.sources
         # Keys 0 and 1 are for embedding and head, so tying the head leaves the values of the layers unchanged.
         self.embedding = self._matrix((config.vocab_size, config.embed), ("vocab", "embed"), jax.random.fold_in(key, 0))
         self.blocks = nnx.List([nnx.List(period) for period in self._blocks(len(spec.layers), key)])
@@ -255,6 +293,9 @@ class Decoder(nnx.Module):
         head = ((config.embed, config.vocab_size), ("embed", "vocab"), jax.random.fold_in(key, 1))
         self.lm_head = None if config.tie_embeddings else self._matrix(*head)
         self.further = self._mtp_layers(spec, jax.random.fold_in(key, 2 + len(spec.layers))) if spec.further else None
+        gate, last = spec.layers[0].input_gate, jax.random.fold_in(key, 3 + len(spec.layers))
+        build = Build(config.embed, 1, *self._stds(len(spec.layers)), spec.norm, config.param_dtype, last)
+        self.layer_inputs = LayerInputs(config.vocab_size, len(spec.layers), gate.width, build) if gate else None
 
     def __call__(
         self,
@@ -279,15 +320,16 @@ class Decoder(nnx.Module):
         Raises:
           ArgumentError: the tokens are not integers.
           ShardingError: several devices share a sequence with images.
+          TrainingError: pipeline stages divide layers that share keys and values or have per-layer embeddings.
           ShapeError: there are more tokens than `max_positions`, or both segments and a cache.
         """
         self._check(tokens, segment_ids, cache)
 
         # Defined here because, inside the loop, profiles show only this function's qualified name and not the decoder's
         # call stack.
-        def run(block: Block, stream: ResidualStream, rows: Rows, per_layer: tuple[Any, Any]) -> tuple[Any, Any]:
-            layer_cache, features = per_layer
-            stream, layer_cache, layer_facts = block(stream, rows, cache, layer_cache)
+        def run(block: Block, stream: ResidualStream, rows: Rows, per_layer: tuple[Any, ...]) -> tuple[Any, Any]:
+            layer_cache, features, per_layer_input = per_layer
+            stream, layer_cache, layer_facts = block(stream, rows, cache, layer_cache, per_layer_input)
             if features is not None:
                 stream = replace(stream, added=stream.added + features)
             # The backward pass saves every layer's input, and the sum takes half the memory of its two terms.
@@ -314,6 +356,7 @@ class Decoder(nnx.Module):
         layer_caches: list[list[Any]] = []
         facts: list[list[Facts]] = []
         x, later = self._embedded(tokens), None
+        inputs = None if self.layer_inputs is None else self.layer_inputs(x, tokens, config.dtype)
         if images is not None:
             x, later = _with_features(x, images)
         # With a cache every layer passes on both terms, and a scan's carry keeps its structure, so the first is 0.
@@ -324,7 +367,7 @@ class Decoder(nnx.Module):
                 run,
                 list(period),
                 stream,
-                list(zip(caches, self._later_features(number, later), strict=True)),
+                list(zip(caches, self._later_features(number, later), self._inputs_of(number, inputs), strict=True)),
                 per_row=rows,
                 remat=config.remat,
                 unroll=config.unroll if cache is None else False,  # a loop updates a cache in place
@@ -332,6 +375,7 @@ class Decoder(nnx.Module):
             )
             layer_caches.append([layer_cache for layer_cache, _ in outputs])
             facts.append([layer_facts for _, layer_facts in outputs])
+            rows = self._with_sources(number, rows, layer_caches[-1])
         normed, _ = stream.normed(self.norm_spec, self.norm)
         hidden = gather_sequence(normed)
         further: tuple[jax.Array, ...] = ()
@@ -360,6 +404,23 @@ class Decoder(nnx.Module):
             for place, spec in enumerate(group.period)
         ]
 
+    def _inputs_of(self, number: int, inputs: Any) -> list[Any]:
+        """Returns the inputs of the layers at each place of a group, [repeats, batch, seq, width] or None."""
+        group = self.groups[number]
+        layers = [group.layers(place) for place in range(len(group.period))]
+        return [None if inputs is None else inputs[each.start : each.stop : each.step] for each in layers]
+
+    def _with_sources(self, number: int, rows: Rows, results: Sequence[Any]) -> Rows:
+        """Returns rows with the keys and values, or slices of the cache, of a group's layers that others share."""
+        found = {}
+        for place in range(len(self.groups[number].period)):
+            layers = self.groups[number].layers(place)
+            for source in self.sources:
+                if source in layers:
+                    at = layers.index(source)
+                    found[source] = jax.tree.map(lambda x, at=at: x[at], results[place])
+        return replace(rows, shared={**(rows.shared or {}), **found}) if found else rows
+
     def head(self) -> Head:
         """Returns the head in `config.dtype`, tied or not."""
         scale, softcap = self.logit_scale, self.logit_softcap
@@ -370,8 +431,11 @@ class Decoder(nnx.Module):
         return self.head().logits(hidden)
 
     @property
-    def states(self) -> list[list[LayerState]]:
-        """Specification of the cached state of each group's layers, by position in the period."""
+    def states(self) -> list[list[LayerState | None]]:
+        """Specification of the cached state of each group's layers, by position in the period.
+
+        Layers that share keys and values have None, which pytrees skip.
+        """
         dtype = self.config.dtype
         return [[layer.attention.state(group.repeats, dtype) for layer in group.period] for group in self.groups]
 
@@ -385,13 +449,16 @@ class Decoder(nnx.Module):
         config, keys = self.config, iter(range(2, 2 + layers))
         std, residual_std = self._stds(layers)
 
-        def build(group: Group[Layer], layer: Layer) -> Block:
-            place_key = jax.random.fold_in(key, next(keys))
+        def build(group: Group[Layer], place: int) -> Block:
+            layer, place_key = group.period[place], jax.random.fold_in(key, next(keys))
+            attention = layer.attention
+            if isinstance(attention, Attention) and any(source in group.layers(place) for source in self.sources):
+                layer = replace(layer, attention=replace(attention, is_source=True))
             return layer.build(
                 Build(config.embed, group.repeats, std, residual_std, self.norm_spec, config.param_dtype, place_key)
             )
 
-        return [[build(group, layer) for layer in group.period] for group in self.groups]
+        return [[build(group, place) for place in range(len(group.period))] for group in self.groups]
 
     def _stds(self, layers: int) -> tuple[float, float]:
         """Returns the initial standard deviation of matrices, and of matrices that write to the residual stream."""
@@ -431,6 +498,9 @@ class Decoder(nnx.Module):
         return nnx.Param(values, logical_axes=axes)
 
     def _check(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> None:
+        if boundary() is not None and (self.sources or self.layer_inputs is not None):
+            cause = "share keys and values" if self.sources else "have per-layer embeddings"
+            raise TrainingError(f"mesh.stage divides the layers, and layers of this model {cause}. Set mesh.stage=1.")
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ArgumentError(f"The tokens are {tokens.dtype}; expected integer token ids.")
         if tokens.shape[1] > self.config.max_positions:

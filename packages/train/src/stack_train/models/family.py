@@ -10,7 +10,6 @@ from flax import nnx
 from stack_train.models.decoder import Decoder, DecoderConfig, DecoderSpec
 from stack_train.models.reader import ConfigMap
 from stack_train.models.weight_map import Names, WeightRule, weight_rule
-from stack_train.nn.groups import groups_of
 
 __all__ = ["DecoderFamily", "Tested"]
 
@@ -55,7 +54,7 @@ class DecoderFamily:
     def weight_rules(self, config: DecoderConfig) -> tuple[WeightRule, ...]:
         """Returns one rule per parameter, in the order in which a checkpoint is read and written."""
         spec = self.spec(config)
-        groups, names = groups_of(spec.layers), self.names(config) if callable(self.names) else self.names
+        groups, names = spec.groups, self.names(config) if callable(self.names) else self.names
         # Only the paths are needed, so nothing is allocated.
         model = nnx.eval_shape(lambda: self.build(config, key=jax.random.key(0)))
         paths: list[Any] = [path for path, _ in nnx.to_flat_state(nnx.state(model))]

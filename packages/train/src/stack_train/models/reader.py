@@ -18,6 +18,7 @@ _SCALINGS = {
     "yarn": ops.YarnScaling,
     "longrope": ops.LongRopeScaling,
     "su": ops.LongRopeScaling,  # former name
+    "proportional": ops.ProportionalScaling,
 }
 
 
@@ -127,7 +128,7 @@ def read_rope(
     # Older files have `type` instead of `rope_type`.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
-    share = rope.pop("partial_rotary_factor", None)
+    share = None if rope_type == "proportional" else rope.pop("partial_rotary_factor", None)
     if "partial_rotary_factor" not in handled and share not in (None, 1.0):
         reader.problems.append(f"partial_rotary_factor={share}, not 1.0")
     rope = {name: value for name, value in rope.items() if value is not None and name not in handled}
@@ -152,7 +153,7 @@ def _scaling(rope_type: str, rope: dict[str, Any], positions: int | None, origin
     # In transformers, dynamic scaling starts from max_position_embeddings.
     if rope_type == "dynamic":
         rope = {"factor": rope.get("factor"), "max_position_embeddings": positions}
-    elif rope_type != "linear":
+    elif rope_type not in ("linear", "proportional"):
         original = rope.setdefault("original_max_position_embeddings", original or positions)
         # transformers derives a missing factor from the two lengths.
         if rope_type != "llama3" and original:

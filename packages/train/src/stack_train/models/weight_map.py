@@ -36,7 +36,7 @@ Names = Mapping[str, "str | Stored"]
 Linear layers omit the last part: "attention/query" -> "self_attn.q_proj", whose kernel is ".weight". "{expert}" in a
 name stands for the index into the parameter's [experts, ...] axis. The parameters of a `MultiTokenLayer` outside of its
 block have paths that start with "further/". A name that starts with "/" is a full tensor name, and so are the names of
-parameters outside of layers: "embedding", "norm" and "lm_head".
+parameters outside of layers: "embedding", "norm", "lm_head", and complete paths that start with "layer_inputs/".
 """
 
 _LAYER = "model.layers.{layer}."
@@ -227,7 +227,10 @@ def weight_rule(path: Sequence[str | int], layers: Sequence[int], names: Names, 
     parameter = "/".join(map(str, path))
     if not layers:
         # Both layouts store embeddings as [vocab, embed]; only torch stores the head like that, too.
-        return WeightRule(parameter, str({**_OUTER, **names}[parameter]), transposed=parameter == "lm_head")
+        outer = {**_OUTER, **names}[parameter]
+        if isinstance(outer, Stored):
+            return WeightRule(parameter, outer.name, transposed=outer.transposed)
+        return WeightRule(parameter, outer, transposed=parameter == "lm_head")
     names = {**_LAYER_NAMES, **names}
     place = _place(path)
     match names.get(place):

@@ -32,8 +32,8 @@ class Mixer(Protocol):
         """Returns a module with the signature (x, rows, cache, layer_cache) -> (output, layer_cache)."""
         ...
 
-    def state(self, repeats: int, dtype: str) -> LayerState:
-        """Returns the specification of the cached state of `repeats` such layers."""
+    def state(self, repeats: int, dtype: str) -> LayerState | None:
+        """Returns the specification of the cached state of `repeats` such layers, or None without a state."""
         ...
 
 
@@ -128,6 +128,10 @@ class Attention:
       head_norms: applies an RMS norm to each head of queries and keys.
       whole_norms: applies an RMS norm to queries and keys over all heads together.
       unit_norms: applies an RMS norm without a scale to each head of queries and keys, after their rotation.
+      value_norms: applies an RMS norm without a scale to each head of values.
+      keys_as_values: uses the projected keys, before their norm and rotation, in place of projected values.
+      source: index of the layer whose keys and values the layer reads; None computes both. See `DecoderSpec`.
+      is_source: a call without a cache returns the keys and values, for layers with this `source`.
       sinks: adds a learned logit per head to the softmax's denominator.
       gated: multiplies the output by the sigmoid of a gate, which is the second half of each projected query head.
       context_keys: see `ContextKeys`.
@@ -147,6 +151,10 @@ class Attention:
     head_norms: bool = False
     whole_norms: bool = False
     unit_norms: bool = False
+    value_norms: bool = False
+    keys_as_values: bool = False
+    source: int | None = None
+    is_source: bool = False
     sinks: bool = False
     gated: bool = False
     context_keys: ContextKeys = "ring"
@@ -158,7 +166,9 @@ class Attention:
     def build(self, build: Build) -> "GroupedAttention":
         return GroupedAttention(self, build)
 
-    def state(self, repeats: int, dtype: str) -> KeysValues:
+    def state(self, repeats: int, dtype: str) -> KeysValues | None:
+        if self.source is not None:
+            return None
         return KeysValues(
             repeats=repeats,
             kv_heads=self.kv_heads,
@@ -197,11 +207,13 @@ class GroupedAttention(nnx.Module):
         embed, queries, keys = build.embed, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.spec, self.norm = spec, build.norm
         self.query = build.linear((embed, queries * (1 + spec.gated)), ("embed", "heads"), bias=spec.bias)
-        self.key = build.linear((embed, keys), ("embed", "kv_heads"), bias=spec.bias)
-        self.value = build.linear((embed, keys), ("embed", "kv_heads"), bias=spec.bias)
+        computes_keys = spec.source is None
+        project = lambda: build.linear((embed, keys), ("embed", "kv_heads"), bias=spec.bias)
+        self.key = project() if computes_keys else None
+        self.value = project() if computes_keys and not spec.keys_as_values else None
         self.output = build.linear((queries, embed), ("heads", "embed"), bias=spec.output_bias, residual=True)
         self.query_norm = self._scale(build, queries, "heads")
-        self.key_norm = self._scale(build, keys, "kv_heads")
+        self.key_norm = self._scale(build, keys, "kv_heads") if computes_keys else None
         self.sinks = build.full(spec.heads, "heads", 0.0) if spec.sinks else None
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
@@ -212,15 +224,16 @@ class GroupedAttention(nnx.Module):
             query, gate = jnp.split(query, 2, axis=-1)
         query = self._rotated(query, self.query_norm, rows, _HEADS)
         query = query if spec.temperature is None else spec.temperature(query, rows.positions)
-        key = self._normed(self.key(x), self.key_norm, "act_kv_heads")
-        key = self._rotated(self._heads(key, "act_kv_heads", "keys"), self.key_norm, rows, _KV_HEADS)
-        value = self._heads(self.value(x), "act_kv_heads", "values")
-        query, key, value = named(query, "query"), named(key, "key"), named(value, "value")
+        query = named(query, "query")
+        # The arrays of another layer, or that layer's slice of the cache.
+        source: Any = None if spec.source is None else (rows.shared or {})[spec.source]
+        own: Any = self._keys_values(x, rows) if source is None else ()
         sinks = None if self.sinks is None else self.sinks[...]
         # Only calls with images pass it, which other caches may not know.
         images = {} if rows.ahead is None else {"ahead": rows.ahead}
         if cache is None:
             how = spec.op_spec
+            key, value = own or source
             output: Any = attend(
                 query,
                 key,
@@ -234,11 +247,25 @@ class GroupedAttention(nnx.Module):
                 context_keys=spec.context_keys,
                 **images,
             )
-        else:
+            layer_cache = (key, value) if spec.is_source else None
+        elif source is None:
+            key, value = own
             output, layer_cache = cache.attend(layer_cache, query, key, value, spec.op_spec, sinks=sinks, **images)
+        else:
+            output = cache.attend_shared(source, query, spec.op_spec, sinks=sinks, **images)
         if gate is not None:
             output = output * jax.nn.sigmoid(gate)
         return self.output(named(output.reshape(*x.shape[:2], -1), "attention", by_op=True)), layer_cache
+
+    def _keys_values(self, x: Hidden, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        """Returns the layer's own keys and values, [batch, seq, kv_heads, head_dim]."""
+        assert self.key is not None
+        projected = self.key(x)
+        key = self._heads(self._normed(projected, self.key_norm, "act_kv_heads"), "act_kv_heads", "keys")
+        value = self._heads(projected if self.value is None else self.value(x), "act_kv_heads", "values")
+        if self.spec.value_norms:
+            value = self._unit_normed(value, _KV_HEADS)
+        return named(self._rotated(key, self.key_norm, rows, _KV_HEADS), "key"), named(value, "value")
 
     def _heads(
         self, x: Float[Array, "batch seq features"], axis: str, name: str
@@ -249,9 +276,10 @@ class GroupedAttention(nnx.Module):
     def _rotated(self, x: jax.Array, scale: Parameter | None, rows: Rows, axes: LogicalAxes) -> jax.Array:
         normed = self.norm(x, scale, axes) if self.spec.head_norms else x
         rotated = normed if self.spec.rope is None else self.spec.rope(normed, rows.rotary, axes[2])
-        if not self.spec.unit_norms:
-            return rotated
-        found: Any = ops.norm(rotated, epsilon=self.norm.epsilon, axes={"x": axes})
+        return self._unit_normed(rotated, axes) if self.spec.unit_norms else rotated
+
+    def _unit_normed(self, x: jax.Array, axes: LogicalAxes) -> jax.Array:
+        found: Any = ops.norm(x, epsilon=self.norm.epsilon, axes={"x": axes})
         return found
 
     def _normed(self, x: jax.Array, scale: Parameter | None, axis: str) -> jax.Array:

@@ -50,12 +50,15 @@ class Rows:
       ahead: [batch, seq], number of tokens after each token that it attends to, the rest of its image; None without
         images. See `stack_core.abi.models.ImageTokens`.
       coordinates: [batch, seq, axes], positions for rotary embeddings with several axes; None if all equal `positions`.
+      shared: keys and values that later layers share, by index of the layer that computed them: two arrays [batch,
+        seq, kv_heads, head_dim], or a slice of the cache. None without shared keys.
     """
 
     positions: Int[Array, "batch seq"]
     segment_ids: Int[Array, "batch seq"] | None
     ahead: Int[Array, "batch seq"] | None = None
     coordinates: Int[Array, "batch seq axes"] | None = None
+    shared: dict[int, Any] | None = None
 
     @property
     def segments(self) -> ops.PackedSegments | None:

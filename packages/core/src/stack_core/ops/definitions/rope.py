@@ -42,7 +42,8 @@ def rope(
       positions: [..., seq], integers.
       theta: base of the frequencies.
       scaling: scaling of the frequencies for longer contexts: `LinearScaling`, `DynamicScaling`, `Llama3Scaling`,
-        `YarnScaling`, `LongRopeScaling`, or another hashable object with a `frequencies` method. None: unscaled.
+        `YarnScaling`, `LongRopeScaling`, `ProportionalScaling`, or another hashable object with a `frequencies` method.
+        None: unscaled.
       interleaved: whether adjacent features form pairs (GPT-J) instead of the two halves (GPT-NeoX, Llama).
       rotary_dim: number of rotated leading features, even; by default head_dim.
       implementation: implementation name, or several in order of preference; None lets core choose.

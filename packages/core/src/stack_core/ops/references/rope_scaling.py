@@ -18,6 +18,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "ProportionalScaling",
     "RopeScaling",
     "RopeScalingMethod",
     "YarnScaling",
@@ -217,9 +218,34 @@ class LongRopeScaling:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
 
+@config
+class ProportionalScaling:
+    """Partial rotation over a whole head: f_i / factor for i < n, and 0 for the other pairs, which pass unchanged.
+
+    n is floor(partial_rotary_factor r / 2). Unlike a smaller `rotary_dim`, the pairs are (i, i + r/2) with the
+    frequencies of the whole head.
+
+    Attributes:
+      partial_rotary_factor: fraction of the pairs that are rotated.
+      factor: divisor of the frequencies.
+      rope_type: discriminator of the config, always "proportional".
+    """
+
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    rope_type: Literal["proportional"] = "proportional"
+
+    def frequencies(self, theta: float, rotary_dim: int, positions: jax.Array) -> Frequencies:
+        rotated = int(self.partial_rotary_factor * rotary_dim // 2)
+        scaled = unscaled_frequencies(theta, rotary_dim) / np.float32(self.factor)
+        return np.where(np.arange(rotary_dim // 2) < rotated, scaled, np.float32(0)), 1.0
+
+
 def _last_of_row(positions: jax.Array) -> jax.Array:
     """Returns the largest position of each row, [..., 1, 1, 1]; rows are independent sequences."""
     return jnp.max(positions, axis=-1)[..., None, None, None]
 
 
-RopeScaling: TypeAlias = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+RopeScaling: TypeAlias = (
+    LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
+)

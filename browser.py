@@ -1,4 +1,4 @@
-"""A real browser without a window, driven through a pipe; `conftest.py` gives all tests its fixture."""
+"""A real browser without a window, driven through a pipe; `conftest.py` has the fixture of the tests."""
 
 import contextlib
 import fcntl
@@ -8,9 +8,9 @@ import select
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import unquote
-
-import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -27,25 +27,31 @@ class Browser:
     Attributes:
       requested: the addresses of all that it loaded.
       complaints: exceptions of scripts, and what the page's policy or the browser had to say.
+      traced: events of the last call of `trace`.
     """
 
     def __init__(self, commands, answers):
         self._commands, self._answers, self._buffer, self._last = commands, answers, b"", 0
         self._session = {}
-        self.requested, self.complaints = [], []
+        self.requested, self.complaints, self.traced = [], [], []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         for domain in ("Network", "Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
 
     def call(self, method, **parameters):
-        self._last += 1
-        request = {"id": self._last, "method": method, "params": parameters, **self._session}
-        os.write(self._commands, json.dumps(request).encode() + b"\0")
-        while (answer := self._read()).get("id") != self._last:
+        number = self.send(method, **parameters)
+        while (answer := self._read()).get("id") != number:
             self._note(answer)
         assert "error" not in answer, answer
         return answer["result"]
+
+    def send(self, method, **parameters):
+        """Sends a request without waiting for its answer, which the next call skips."""
+        self._last += 1
+        request = {"id": self._last, "method": method, "params": parameters, **self._session}
+        os.write(self._commands, json.dumps(request).encode() + b"\0")
+        return self._last
 
     def open(self, path, address="", *, width=1280):
         """Loads a page from the start, also if only the part of its address after "#" is another."""
@@ -109,6 +115,34 @@ class Browser:
         self.drawn()
         return unquote(self.evaluate("location.hash"))
 
+    @contextlib.contextmanager
+    def thread_time(self):
+        """Yields a list that receives the processor seconds of the page's main thread in the block.
+
+        Unlike wall time, they do not grow with the load of the machine.
+        """
+        found = []
+        self.call("Performance.enable", timeDomain="threadTicks")
+        started_s = self._task_s()
+        yield found
+        found.append(self._task_s() - started_s)
+        self.call("Performance.disable")
+
+    def _task_s(self):
+        metrics = self.call("Performance.getMetrics")["metrics"]
+        return next(each["value"] for each in metrics if each["name"] == "TaskDuration")
+
+    @contextlib.contextmanager
+    def trace(self, *categories):
+        """Records the browser's own events of some categories in the block, into `traced`."""
+        self.traced.clear()
+        self.call("Tracing.start", traceConfig={"includedCategories": list(categories)})
+        yield
+        self._complete = False
+        self.call("Tracing.end")
+        while not self._complete:
+            self._note(self._read())
+
     def _read(self):
         while b"\0" not in self._buffer:
             assert select.select([self._answers], [], [], PATIENCE_S)[0], "the browser does not answer"
@@ -122,14 +156,16 @@ class Browser:
                 self.requested.append(event["params"]["request"]["url"])
             case "Runtime.exceptionThrown" | "Log.entryAdded" | "Runtime.consoleAPICalled":
                 self.complaints.append(event["params"])
+            case "Tracing.dataCollected":
+                self.traced += event["params"]["value"]
+            case "Tracing.tracingComplete":
+                self._complete = True
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory):
-    """Starts Chromium, if the machine has it, in a profile of its own."""
-    if CHROMIUM is None:
-        pytest.skip("needs a browser: apt-get install chromium")
-    profile = tmp_path_factory.mktemp("browser")
+@contextlib.contextmanager
+def open_browser(profile: Path) -> Iterator[Browser]:
+    """Starts Chromium with an empty directory as its profile."""
+    assert CHROMIUM is not None, "needs a browser: apt-get install chromium"
     pipes = [*os.pipe(), *os.pipe()]
     ends = to_read, commands, answers, to_write = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in pipes]
     for end in pipes:

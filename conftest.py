@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from browser import CHROMIUM, Browser, open_browser
 
 # A first example may compile for seconds, and a busy machine draws slowly; on CI the examples are always the same.
 hypothesis.settings.register_profile(
@@ -27,8 +28,14 @@ os.environ["STACK_TUNED_TABLES"] = ""
 # No test depends on the Hugging Face hub; a name of a model there fails at once, with or without a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# The fixture `browser`, for tests of several packages.
-pytest_plugins = ["browser"]
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Starts Chromium, if the machine has it, in a profile of its own."""
+    if CHROMIUM is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    with open_browser(tmp_path_factory.mktemp("browser")) as found:
+        yield found
 
 
 @pytest.hookimpl(tryfirst=True)

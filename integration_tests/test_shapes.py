@@ -9,10 +9,14 @@ from pathlib import Path
 import openai
 import pytest
 
-from stack_core.abi.config import load_yaml
+from stack_core.abi.config import load_yaml, parse
+from stack_core.abi.errors import StackError
 from stack_core.abi.generation import SamplingParams
 from stack_core.cli import main
 from stack_serve.llm.language_model import LLM
+from stack_train.checkpoint import named_leaves
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_program
 
 ROOT = Path(__file__).parents[1]
 PORT = 18_431
@@ -77,3 +81,14 @@ def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(mo
                 assert served.choices[0].message.content == answer
         finally:
             server.terminate()
+
+
+def test_adapters_belong_to_the_decoder():
+    data = {"name": "image_chat", "source": "chats.jsonl", "tokenizer": "tokenizer", "seq_tokens": 32, "batch_size": 2}
+    mapping = {"output": "none", "model": GRID_MODEL, "data": data}
+    config = parse(RunConfig, {**mapping, "lora": {"rules": [{"path": "blocks"}]}})
+    trained = named_leaves(build_program(config).step.model.variables.trained)
+    kernels = {path.rpartition("/")[0] for path in trained}
+    assert all(path.startswith("lora/blocks/") for path in kernels) and len(kernels) == 2 * 7
+    with pytest.raises(StackError, match="path='vision', matches no parameter"):
+        build_program(parse(RunConfig, {**mapping, "lora": {"rules": [{"path": "vision"}]}}))

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,7 @@ REPEATS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_
 @pytest.fixture
 def drafts_always(monkeypatch):
     monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+    monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 1e-9)
 
 
 def test_answers_are_the_same_with_drafts_and_preemption(llm, checkpoint, drafts_always):
@@ -143,7 +145,12 @@ def test_a_draft_model_drafts_sequences_without_images(llm, checkpoint, drafts_a
     monkeypatch.setattr(engine_module, "open_for_generation", lambda _: checkpoint)
     conversations = [messages for messages, _ in CONVERSATIONS]
     with LLM(checkpoint, **SETTINGS, speculation="draft", draft_model="the same") as drafting:
-        assert drafting._engine._draft.programs.image_rows == 0 < drafting._engine._programs.image_rows
+        draft = drafting._engine._draft.programs
+        assert draft.image_rows == 0 < drafting._engine._programs.image_rows
+        deadline_s = time.monotonic() + 300
+        while draft.to_compile:  # until then, it drafts nothing
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
         with_images = drafting.chat(conversations[:2], REPEATS)
         assert drafting._engine.stats().drafts == 0
         found = [*with_images, *drafting.chat(conversations[2:], REPEATS)]

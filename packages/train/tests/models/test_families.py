@@ -465,6 +465,7 @@ def test_heads_of_global_layers_are_read_from_either_key():
     ("changes", "message"),
     [
         ({"global_layers": (1, 7)}, r"global_layers names \[7\], and the model has layers=7"),
+        ({"global_layers": (1, 3)}, "lacks the last layer, 6"),
         ({"global_head_dim": 7}, "global_head_dim=7 is odd"),
         ({"global_kv_heads": 3}, "no multiple of global_kv_heads=3"),
         ({"shared_layers": 6}, "leaves no full_attention layer"),

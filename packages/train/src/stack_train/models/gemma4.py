@@ -78,6 +78,9 @@ class Gemma4Config(DecoderConfig):
             )
         if outside := [layer for layer in self.global_layers or () if layer >= self.layers]:
             raise ConfigError(f"global_layers names {outside}, and the model has layers={self.layers}; remove them.")
+        if self.kinds[-1] != _GLOBAL:
+            # transformers makes the last layer global in any case, so an export would be another model.
+            raise ConfigError(f"global_layers lacks the last layer, {self.layers - 1}, which is always global; add it.")
         if self.wide_shared_mlp and not self.shared_layers:
             raise ConfigError("wide_shared_mlp has no layers to act on: set shared_layers, or leave it out.")
         own = self.kinds[: max(self.layers - self.shared_layers, 0)]

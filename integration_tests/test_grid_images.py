@@ -145,7 +145,7 @@ def test_a_draft_model_drafts_sequences_without_images(llm, checkpoint, drafts_a
     monkeypatch.setattr(engine_module, "open_for_generation", lambda _: checkpoint)
     conversations = [messages for messages, _ in CONVERSATIONS]
     with LLM(checkpoint, **SETTINGS, speculation="draft", draft_model="the same") as drafting:
-        draft = drafting._engine._draft.programs
+        draft = drafting._engine._proposer.programs
         assert draft.image_rows == 0 < drafting._engine._programs.image_rows
         deadline_s = time.monotonic() + 300
         while draft.to_compile:  # until then, it drafts nothing

@@ -13,6 +13,7 @@ from stack_core.abi.config import parse
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
+from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.objectives import CausalLMConfig
 
 SIZES = {"vocab_size": 17, "embed": 8, "layers": 1, "heads": 2, "mlp": 12, "max_positions": 8, "dtype": "float32"}
@@ -105,6 +106,25 @@ def test_later_states_depend_on_the_tokens_up_to_the_one_before_theirs():
     for depth, (one, other) in enumerate(zip(before, after, strict=True), 1):
         changed = np.abs(one - other).max(axis=-1)[0] > 1e-6
         assert changed.tolist() == [place + depth >= 5 for place in range(8)]
+
+
+def test_the_first_layer_predicts_the_same_in_pieces_with_a_cache():
+    model, tokens, positions = model_of("deepseek_v3"), BATCH["tokens"], jnp.arange(8)[None]
+
+    @jax.jit
+    def run_in_pieces(model):
+        whole = model(tokens, positions)
+        cache, found = DenseKVCache.empty(model.mtp_states, batch=1, capacity=8), []
+        for piece in (slice(0, 4), slice(4, 5), slice(5, 7)):
+            following = tokens[:, piece.start + 1 : piece.stop + 1]
+            outputs = model.predict_ahead(whole.hidden[:, piece], following, positions[:, piece], cache)
+            found.append(outputs.hidden)
+            cache = outputs.cache
+        return whole.further[0][:, :7], jnp.concatenate(found, axis=1)
+
+    expected, found = run_in_pieces(model)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert model_of("llama").mtp_states is None
 
 
 @pytest.mark.parametrize("coefficient", ["balance_loss", "router_z_loss", "mtp_loss"])

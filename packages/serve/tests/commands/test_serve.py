@@ -219,7 +219,9 @@ def test_speculation_is_a_method_or_settings(
 def test_other_speculation_is_refused(served: list[HttpServer], capsys: Any) -> None:
     assert "'ngram'" in refusal(capsys, "RUN", "--speculation", "eagle")
     assert "token" in refusal(capsys, "RUN", "--speculation", '{"token": 5}')
-    assert "Give ngram or draft, or its settings as JSON" in refusal(capsys, "RUN", "--speculation", "{method: ngram}")
+    assert "Give ngram, draft or mtp, or its settings as JSON" in refusal(
+        capsys, "RUN", "--speculation", "{method: ngram}"
+    )
     assert "the method draft needs a draft_model" in refusal(capsys, "RUN", "--speculation", "draft")
     assert "draft_model='SMALL' is for the method draft" in refusal(capsys, "RUN", "--draft-model", "SMALL")
     matches = '{"method": "draft", "min_match": 3}'

@@ -10,7 +10,7 @@ from stack_core.abi.errors import ConfigError
 from stack_core.ops.building import is_quantized
 from stack_core.ops.references.paged_pools import LAYOUTS
 from stack_serve.llm import cache as cache_module
-from stack_serve.llm.cache import PagedKVCache, PagedLayer, Rows, empty_layers
+from stack_serve.llm.cache import HiddenStates, PagedKVCache, PagedLayer, Rows, empty_layers
 
 SHAPE = KeysValues(repeats=2, kv_heads=2, key_dim=8, value_dim=8, dtype="float32")
 PAGES, PAGE_TOKENS, HEADS = 6, 4, 4
@@ -106,6 +106,17 @@ def test_padding_writes_nowhere() -> None:
     cache = PagedKVCache(layers, rows([0, 0], [1, 0], 3), "pshd")
     _, layer = cache.attend(layer_of(layers), jnp.ones((3, 1, HEADS, SHAPE.key_dim)), ones, ones, AttentionSpec())
     assert jnp.count_nonzero(layer.key) == SHAPE.kv_heads * SHAPE.key_dim
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hidden_states_are_read_from_the_places_where_they_were_stored(layout: Any) -> None:
+    sizes: dict[str, Any] = {"pages": PAGES, "page_tokens": PAGE_TOKENS, "slots": 3}
+    pool: Any = empty_layers(HiddenStates(dim=3, dtype="float32"), layout=layout, dtype="int8", **sizes)
+    hidden = jax.random.normal(jax.random.key(0), (6, 1, 3))
+    pool = PagedKVCache(None, rows([5, 0], [3, 2], 6), layout).store_hidden(pool, hidden)
+    found = PagedKVCache(None, rows([6, 0], [2, 1], 4), layout).load_hidden(pool)
+    np.testing.assert_array_equal(found[:3], hidden[jnp.array([1, 2, 3])])
+    assert not found[3].any()
 
 
 def test_latents_are_keys_of_one_head_whose_first_features_are_values() -> None:

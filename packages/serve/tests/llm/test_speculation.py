@@ -6,8 +6,8 @@ import pytest
 
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.config import SpeculationConfig
-from stack_serve.llm.draft_model import ModelDrafts
 from stack_serve.llm.drafts import Acceptance, Drafts
+from stack_serve.llm.proposer import ModelDrafts
 from stack_serve.llm.sequence import Sequence
 from stack_serve.llm.speculation import Speculation
 

@@ -157,7 +157,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       dequantize: read the weights of a quantized GGUF file or `hf:` checkpoint as floats, which takes up to eight times
         the memory (no).
       seed: seed of the requests without one (random).
-      speculation: method of speculative decoding, ngram or draft, or its settings as JSON, such as
+      speculation: method of speculative decoding, ngram, draft or mtp, or its settings as JSON, such as
         '{"method": "ngram", "tokens": 5}' (no speculation). Outputs stay the same.
       draft_model: small model with the same tokenizer that drafts for --speculation draft: a run, hf:DIR or gguf:FILE.
       json: when ready, print the address, model and process id to standard output as JSON.
@@ -362,7 +362,9 @@ def _speculation_of(argument: str) -> Any:
     try:
         return json_format.loads(argument)
     except json_format.JSONDecodeError as error:
-        raise ConfigError(f"--speculation {argument}: {error}. Give ngram or draft, or its settings as JSON.") from None
+        raise ConfigError(
+            f"--speculation {argument}: {error}. Give ngram, draft or mtp, or its settings as JSON."
+        ) from None
 
 
 def _keys_of(path: Path) -> list[str]:

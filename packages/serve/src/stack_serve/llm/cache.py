@@ -21,6 +21,7 @@ from stack_core.ops.kv_cache import CODE_DTYPES, CodedVectors, coded
 from stack_serve.llm.config import ANY_LAYOUT, CacheType, PageLayout
 
 __all__ = [
+    "HiddenStates",
     "LayoutPreferences",
     "PagedKVCache",
     "PagedLayer",
@@ -31,6 +32,19 @@ __all__ = [
 ]
 
 _PIECE_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenStates:
+    """State with the model's last hidden state [dim] of each token, which is stored as a key of one head.
+
+    Attributes:
+      dim: width of the hidden states.
+      dtype: dtype of the hidden states, which `EngineConfig.cache_dtype` does not change.
+    """
+
+    dim: int
+    dtype: str
 
 
 @jax.tree_util.register_dataclass
@@ -285,16 +299,29 @@ class PagedKVCache:
         update = coded(new, pool.codes.dtype) if isinstance(pool, CodedVectors) else new.astype(pool.dtype)
         return jax.tree.map(self._write, pool, update)
 
+    def load_hidden(self, pool: jax.Array) -> Float[Array, "tokens 1 embed"]:
+        """Reads the hidden states of the tokens' places; zeros for padding."""
+        found = pool.at[self._index(pool)].get(mode="fill", fill_value=0)
+        return found.reshape(len(self.rows.pages), 1, pool.shape[-1])
+
+    def store_hidden(self, pool: jax.Array, hidden: Float[Array, "tokens 1 embed"]) -> jax.Array:
+        """Writes hidden states to the tokens' places."""
+        hidden = hidden[:, :, None] if holds_values(self.layout) else hidden
+        return self._write(pool, hidden.astype(pool.dtype))
+
     def _write(self, pool: jax.Array, new: jax.Array) -> jax.Array:
+        if self.layout == "hpsd":  # adjacent index arrays keep their axis in place, after the heads
+            new = new.swapaxes(0, 1)
+        # Tokens of padding have a page number that is out of range, so their keys are dropped.
+        return pool.at[self._index(pool)].set(new, mode="drop")
+
+    def _index(self, pool: jax.Array) -> tuple[Any, ...]:
+        """Returns the index of the tokens' places in a pool of one layer."""
         places = {"p": self.rows.pages, "s": self.rows.slots}
         if self.layout == "phsd":  # with an unindexed axis between indexed ones, XLA would copy the whole pool
             places = {axis: numbers[:, None] for axis, numbers in places.items()}
             places["h"] = jnp.arange(pool.shape[1])
-        index = tuple(places.get(axis, slice(None)) for axis in self.layout)
-        if self.layout == "hpsd":  # adjacent index arrays keep their axis in place, after the heads
-            new = new.swapaxes(0, 1)
-        # Tokens of padding have a page number that is out of range, so their keys are dropped.
-        return pool.at[index].set(new, mode="drop")
+        return tuple(places.get(axis, slice(None)) for axis in self.layout)
 
 
 def supports_shared_pool(states: Any) -> bool:
@@ -329,8 +356,11 @@ def empty_layers(
             return CodedVectors(jnp.zeros(axes, CODE_DTYPES[dtype]), jnp.zeros((*axes[:-1], 1), jnp.float32))
         return jnp.zeros(axes, _storage_dtype(state.dtype) if dtype == "model" else dtype)
 
-    def layer(state: LayerState) -> PagedLayer | SlotStates:
+    def layer(state: LayerState | HiddenStates) -> Any:
         match state:
+            case HiddenStates(dim=dim):
+                sizes = {"p": pages, "s": page_tokens, "h": 1, "2": 1, "d": dim}
+                return jnp.zeros([sizes[axis] for axis in layout], _storage_dtype(state.dtype))
             case KeysValues(chunk=int(chunk)):
                 raise ConfigError(
                     f"The paged engine has no chunked attention, which this model has (chunks of {chunk} tokens). "

@@ -6,8 +6,8 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.chips.targets import Target, use_target
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
+from stack_serve.llm.mtp import programs_class
 from stack_serve.llm.placement import AbstractPlacement
-from stack_serve.llm.programs import Programs
 
 __all__ = ["compile_engine"]
 
@@ -32,4 +32,4 @@ def compile_engine(
     placement = AbstractPlacement(checkpoint.states, config.tensor, target.devices, expert=config.expert)
     sizes = {"max_tokens": limits.max_tokens, "pages": limits.pages}
     with use_target(target):
-        return Programs(checkpoint, config, **sizes, placement=placement).largest()
+        return programs_class(config)(checkpoint, config, **sizes, placement=placement).largest()

@@ -28,13 +28,14 @@ class SpeculationConfig:
 
     Attributes:
       method: source of the drafts. "ngram" copies the continuation of the latest earlier occurrence of the last tokens
-        in the prompt or the output. "draft" generates them with `EngineConfig.draft_model`.
+        in the prompt or the output. "draft" generates them with `EngineConfig.draft_model`, "mtp" with the model's own
+        layer for multi-token prediction.
       tokens: maximum number of tokens drafted per sequence and step (vLLM: `num_speculative_tokens`).
       min_match, max_match: minimum and maximum number of last tokens that an earlier occurrence must match; the longest
         match is used (vLLM: `prompt_lookup_min`, `prompt_lookup_max`). They belong to "ngram".
     """
 
-    method: Literal["ngram", "draft"] = "ngram"
+    method: Literal["ngram", "draft", "mtp"] = "ngram"
     tokens: Annotated[int, Field(ge=1, le=63)] = 7
     min_match: PositiveInt = _MATCHES[0]
     max_match: PositiveInt = _MATCHES[1]

@@ -1,6 +1,6 @@
 """A small model that drafts the next tokens of sequences for a larger one, with its own cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,98 +10,20 @@ import numpy as np
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.drafts import Acceptance
 from stack_serve.llm.programs import Key, Programs
+from stack_serve.llm.proposer import Proposer
 from stack_serve.llm.scheduler import Row
-from stack_serve.llm.sequence import Sequence as State
 
-__all__ = ["DraftModel", "ModelDrafts", "check_vocabulary"]
-
-# At this rate, most pairs of models are worth a trial of three drafts.
-_FIRST_RATE = 0.8
+__all__ = ["DraftModel", "check_vocabulary"]
 
 
-class ModelDrafts(Acceptance):
-    """Progress of the draft model on one sequence, and the acceptance of its drafts.
-
-    Attributes:
-      sequence: sequence of the served model.
-      computed_tokens: number of tokens whose keys of the draft model are in the pages of the sequence.
-
-    Args:
-      pair: acceptance over all sequences, the initial estimate of this one.
-    """
-
-    def __init__(self, sequence: State, pair: Acceptance) -> None:
-        super().__init__(pair.rate)
-        self.sequence, self.computed_tokens = sequence, 0
-        self._pair, self._preemptions = pair, 0
-
-    @property
-    def has_all_keys(self) -> bool:
-        """True if the draft model can continue the sequence: only the key of the newest token is missing."""
-        return self.computed_tokens == self.sequence.computed_tokens
-
-    def extend(self, tokens: Sequence[int], *, drafted: int = 0) -> None:
-        """Records the generated tokens of a step, which the sequence already has.
-
-        Args:
-          tokens: generated tokens. If the step verified a draft, all but the last one are accepted.
-          drafted: number of drafted tokens.
-        """
-        if drafted:
-            for each in (self, self._pair):
-                each.observe(len(tokens) - 1, is_rejected=len(tokens) <= drafted)
-        # Other tokens replaced the rejected drafts, so their keys are computed again.
-        self.computed_tokens = min(self.computed_tokens, len(self.sequence.tokens) - 1)
-
-    def retry(self) -> None:
-        """Makes drafts worthwhile again, to measure the acceptance."""
-        for each in (self, self._pair):
-            each.restore(_FIRST_RATE)
-
-    def resume(self, digests: Mapping[int, bytes], page_tokens: int) -> None:
-        """Finds the keys of the first pages in the cache if the sequence is new, or has other pages after a preemption.
-
-        Args:
-          digests: digests of the pages that are filled with keys of the draft model, by page number.
-          page_tokens: number of tokens per page.
-        """
-        sequence = self.sequence
-        if self.computed_tokens and not self._is_preempted:
-            return
-        self.computed_tokens, self._preemptions = 0, sequence.preemptions
-        for page, digest in zip(sequence.pages, sequence.digests, strict=False):
-            if digests.get(page) != digest or self.computed_tokens + page_tokens > sequence.computed_tokens:
-                break
-            self.computed_tokens += page_tokens
-
-    @property
-    def _is_preempted(self) -> bool:
-        return self._preemptions != self.sequence.preemptions
-
-
-class DraftModel:
-    """Drafts tokens with a second model, whose keys are in pools of its own under the page numbers of the served model.
-
-    Each drafted token is sampled like a token of the served model: with the settings of its sequence, and with the
-    random numbers of its position, which `Step.verify` uses again. Greedy drafts are therefore the most likely tokens,
-    and sampled drafts agree with the served model more often than the most likely tokens would. A draft only changes
-    how many tokens a step generates, and never which ones, so any keys are correct; wrong ones lower the acceptance.
-    The keys of prompts are computed when a sequence is drafted for the first time. Sequences with images are not
-    drafted, because the draft model has no features of their images.
-
-    Source: Daliri et al., Coupling without Communication and Drafter-Invariant Speculative Decoding, 2024
-    (arXiv:2408.07978).
-
-    Attributes:
-      pair: acceptance over all sequences.
-      cost: bytes of the parameters, relative to the served model; an estimate of the duration of a step.
-      programs: programs and parameters of the draft model.
+class DraftModel(Proposer):
+    """Drafts tokens with a second model, which has programs of its own.
 
     Args:
       checkpoint: draft model.
       served: model that verifies the drafts.
+      served_programs: programs of that model.
       config: settings of the engine.
       max_tokens, pages: as in `Programs`.
     """
@@ -110,87 +32,36 @@ class DraftModel:
         self,
         checkpoint: GenerativeCheckpoint,
         served: GenerativeCheckpoint,
+        served_programs: Programs,
         config: EngineConfig,
         *,
         max_tokens: int,
         pages: int,
     ) -> None:
         assert config.speculation is not None
-        # The last step computes the key of the last drafted token, which would be missing if the token is accepted.
         changes: dict[str, Any] = {"decode_repeats": config.speculation.tokens + 1, "page_layout": None, "adapters": {}}
         config = replace(config, speculation=None, draft_model=None, **changes)
-        self.programs = _DraftPrograms(checkpoint, config, max_tokens=max_tokens, pages=pages)
-        self.pair = Acceptance(_FIRST_RATE)
-        self.cost = _count_bytes(checkpoint) / _count_bytes(served)
-        self._step_tokens, self._page_tokens = config.step_tokens, config.page_tokens
-        self._max_positions = checkpoint.max_positions
-        self._digests: dict[int, bytes] = {}
+        programs = _DraftPrograms(checkpoint, config, max_tokens=max_tokens, pages=pages)
+        cost = _count_bytes(checkpoint) / _count_bytes(served)
+        super().__init__(served_programs, programs, config, cost=cost, max_positions=checkpoint.max_positions)
 
-    def room(self, drafts: ModelDrafts) -> int:
-        """Returns the number of tokens by which the draft model can continue a sequence, 0 after images."""
-        if drafts.sequence.images:
-            return 0
-        return max(self._max_positions - len(drafts.sequence.tokens), 0)
+    def _fill(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray) -> None:
+        self.programs.slots = self.served.slots
+        self.programs.fill(rows, tables)
 
-    def catch_up(self, served: Programs, tables: np.ndarray, rows: Sequence[ModelDrafts]) -> bool:
-        """Launches the computation of missing keys, up to `step_tokens` of them; returns whether any were missing.
-
-        Args:
-          served: programs of the served model, whose slots have the tokens.
-          tables: int32[slots, pages], page numbers of each slot's sequence.
-          rows: running sequences.
-        """
-        missing, room = list[tuple[int, ...]](), self._step_tokens
-        for drafts in rows:
-            sequence = drafts.sequence
-            drafts.resume(self._digests, self._page_tokens)
-            tokens = min(sequence.computed_tokens - drafts.computed_tokens, room)
-            if tokens:
-                assert sequence.slot is not None
-                missing.append((sequence.slot, drafts.computed_tokens, tokens, 0, -1, 0))
-                self._add_keys(drafts, tokens)
-                room -= tokens
-        if missing:
-            self.programs.slots = served.slots
-            self.programs.fill(missing, tables[[slot for slot, *_ in missing]])
-        return bool(missing)
-
-    def propose(
-        self, served: Programs, tables: np.ndarray, rows: Sequence[tuple[Row, ModelDrafts]]
-    ) -> list[tuple[int, ...]]:
-        """Drafts the tokens that rows verify after their first token.
-
-        Args:
-          served: programs of the served model, whose slots have the tokens; drafts are written there.
-          tables: int32[rows, pages], page numbers of each row's sequence.
-          rows: rows with all keys but the newest.
-        """
-        self.programs.slots = served.slots
-        steps = max(row.tokens for row, _ in rows)
-        fields = [(row.slot, row.start, row.tokens, row.tokens, -1, 0) for row, _ in rows]
-        result = self.programs.step(fields, tables, repeats=steps)
-        served.slots = self.programs.slots
-        for row, drafts in rows:
-            self._add_keys(drafts, row.tokens)
+    def _draft(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray) -> np.ndarray:
+        self.programs.slots = self.served.slots
+        result = self.programs.step(rows, tables, repeats=max(steps for _, _, steps, *_ in rows))
+        self.served.slots = self.programs.slots
         assert result.sampled is not None
-        tokens = np.asarray(result.sampled.tokens)
-        return [tuple(tokens[: row.tokens - 1, place].tolist()) for place, (row, _) in enumerate(rows)]
+        return np.asarray(result.sampled.tokens)
 
-    def forget(self) -> None:
-        """Clears the record of computed pages, which are about to be freed."""
-        self._digests.clear()
+    def _count_steps(self, row: Row) -> int:
+        # The last step computes the key of the last drafted token, which would be missing if the token is accepted.
+        return row.tokens
 
-    def _add_keys(self, drafts: ModelDrafts, tokens: int) -> None:
-        """Records that the keys of the next tokens of a sequence are computed."""
-        start = drafts.computed_tokens
-        drafts.computed_tokens = start + tokens
-        sequence = drafts.sequence
-        for number in range(start // self._page_tokens, -(-(start + tokens) // self._page_tokens)):
-            is_full = (number + 1) * self._page_tokens <= min(start + tokens, sequence.computed_tokens)
-            if is_full and number < len(sequence.digests):
-                self._digests[sequence.pages[number]] = sequence.digests[number]
-            else:
-                self._digests.pop(sequence.pages[number], None)
+    def _count_keys(self, steps: int) -> int:
+        return steps
 
 
 class _DraftPrograms(Programs):

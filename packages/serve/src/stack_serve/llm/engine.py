@@ -32,9 +32,11 @@ from stack_serve.llm.draft_model import DraftModel, check_vocabulary
 from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.loop import EngineLoop
+from stack_serve.llm.mtp import MtpDrafter, MtpPrograms, programs_class
 from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
 from stack_serve.llm.pooling import PoolingPrograms, check_pooling
 from stack_serve.llm.programs import Programs, Progress
+from stack_serve.llm.proposer import Proposer
 from stack_serve.llm.work import Continuation, Work
 
 __all__ = ["LLMEngine"]
@@ -85,17 +87,14 @@ class LLMEngine(Engine):
         self._max_waiting = config.max_waiting
         self._checkpoint, self.parameters = checkpoint, checkpoint.parameters
         max_tokens, pages = self.limits.max_tokens, self.limits.pages
-        self._programs = Programs(
-            checkpoint,
-            config,
-            max_tokens=max_tokens,
-            pages=pages,
-            adapters=self._shapes,
-            constraints=is_installed() and checkpoint.tokenizer is not None,
-        )
-        self._draft: DraftModel | None = None
-        if draft is not None:
-            self._draft = DraftModel(draft, checkpoint, config, max_tokens=max_tokens, pages=pages)
+        sizes = {"max_tokens": max_tokens, "pages": pages}
+        options: Any = {"adapters": self._shapes, "constraints": is_installed() and checkpoint.tokenizer is not None}
+        self._programs = programs_class(config)(checkpoint, config, **sizes, **options)
+        self._proposer: Proposer | None = None
+        if isinstance(self._programs, MtpPrograms):
+            self._proposer = MtpDrafter(self._programs, checkpoint, config)
+        elif draft is not None:
+            self._proposer = DraftModel(draft, checkpoint, self._programs, config, **sizes)
         self._pooling = PoolingPrograms(
             checkpoint,
             self._programs.placement,
@@ -108,7 +107,7 @@ class LLMEngine(Engine):
         self._compiler_lock = threading.Lock()
         give_memory_back()  # temporary host memory from loading the parameters
         self._dispatcher = Dispatcher(on_stop=self._stop, on_end=self._forget)
-        self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._dispatcher.put, self._draft)
+        self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._dispatcher.put, self._proposer)
         self._progress = progress
         # Reentrant: `update_weights` runs its update under the lock if the engine was not started.
         self._lock = threading.Condition()
@@ -130,15 +129,15 @@ class LLMEngine(Engine):
     def warm_up(self) -> None:
         """Compiles every program of a step, to keep requests from waiting for compilation."""
         self._programs.compile_all(self._progress)
-        if self._draft is not None:
-            self._draft.programs.compile_all()
+        for programs in self._all_programs[1:]:
+            programs.compile_all()
         self._finish_warm_up()
 
     def prepare(self) -> None:
         """Compiles one program for each part of a step; a thread in the background compiles the other sizes."""
         self._programs.compile_first(self._progress)
-        if self._draft is not None:
-            self._draft.programs.compile_first()
+        for programs in self._all_programs[1:]:
+            programs.compile_first()
         self._finish_warm_up()
 
     def _finish_warm_up(self) -> None:
@@ -153,8 +152,8 @@ class LLMEngine(Engine):
     def memory(self) -> str:
         """Returns the memory use of this process by purpose, as human-readable text."""
         parts, all_bytes = self._programs.sizes_bytes(), resident_bytes()
-        if self._draft is not None:
-            of_draft = self._draft.programs.sizes_bytes()
+        for programs in self._all_programs[1:]:
+            of_draft = programs.sizes_bytes()
             parts["draft model"] = of_draft["parameters"]
             parts["pages"] += of_draft["pages"]
         on_cpu = jax.default_backend() == "cpu"
@@ -426,8 +425,9 @@ class LLMEngine(Engine):
         Raises:
           ConfigError: the engine has no prefix cache, or a draft model, which would lack the keys.
         """
-        if not self.limits.prefix_caching or self._draft is not None:
-            reason = "a draft model" if self._draft is not None else "no prefix cache, or a recurrent model"
+        has_draft_model = len(self._all_programs) > 1
+        if not self.limits.prefix_caching or has_draft_model:
+            reason = "a draft model" if has_draft_model else "no prefix cache, or a recurrent model"
             raise ConfigError(f"Keys cannot be handed over to an engine with {reason}. Leave out prefill_engines.")
         self._programs.compile_handover()
 
@@ -478,7 +478,7 @@ class LLMEngine(Engine):
 
     @property
     def _all_programs(self) -> list[Programs]:
-        return [self._programs, *([] if self._draft is None else [self._draft.programs])]
+        return [self._programs, *([] if self._proposer is None else self._proposer.separate_programs)]
 
     def _constraint_compiler(self) -> ConstraintCompiler:
         """Returns the compiler of constraints, made at the first use, because it reads the whole vocabulary."""

@@ -19,6 +19,7 @@ from stack_core.ops.sampling.sampling import MOST_BIASES, MOST_STOP_TOKENS
 from stack_core.text.images import ImageReader, image_reader_of
 from stack_serve.llm.cache import empty_layers, supports_shared_pool
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
+from stack_serve.llm.mtp_step import cached_states
 
 __all__ = ["Limits"]
 
@@ -88,6 +89,7 @@ class Limits:
                 f"speculation: model {recurrent.name!r} has recurrent states, which cannot be rewound to the token "
                 "before a rejected draft. Leave it out."
             )
+        states = [cached_states(checkpoint, config), *(model.states for model in models[1:])]
         reader = image_reader_of(checkpoint)
         image_tokens = 0 if reader is None else reader.sizes[-1]
         # Images with a grid are causal, and may be divided between steps.
@@ -99,7 +101,7 @@ class Limits:
                 f"{config.max_sequences + image_tokens}, or lower max_sequences."
             )
         needed = -(-max_tokens // config.page_tokens)
-        pages = config.pages or min(needed * config.max_sequences, max(needed, _fitting_pages(models, config)))
+        pages = config.pages or min(needed * config.max_sequences, max(needed, _fitting_pages(models, states, config)))
         if pages < needed:
             raise ConfigError(
                 f"pages={pages} of {config.page_tokens} tokens hold {pages * config.page_tokens} tokens; one sequence "
@@ -255,14 +257,14 @@ def _is_recurrent(checkpoint: GenerativeCheckpoint) -> bool:
     return any(isinstance(state, Recurrent) for state in jax.tree.leaves(checkpoint.states))
 
 
-def _fitting_pages(models: Sequence[GenerativeCheckpoint], config: EngineConfig) -> int:
-    """Returns the number of pages of all models that fit in the part of the memory that the cache may use."""
+def _fitting_pages(models: Sequence[GenerativeCheckpoint], states: Sequence[Any], config: EngineConfig) -> int:
+    """Returns the number of pages, with the states of all models, that fit in the memory that the cache may use."""
 
     def cache_bytes(pages: int) -> int:
         # One more slot for padding rows.
         sizes = {"page_tokens": config.page_tokens, "slots": config.max_sequences + 1}
         kind: Any = {"layout": config.page_layout or ANY_LAYOUT, "dtype": config.cache_dtype}
-        make = lambda: [empty_layers(model.states, pages=pages, **sizes, **kind) for model in models]
+        make = lambda: [empty_layers(each, pages=pages, **sizes, **kind) for each in states]
         return _size_bytes(jax.eval_shape(make))
 
     # The pools grow linearly with the number of pages, so two sizes suffice.

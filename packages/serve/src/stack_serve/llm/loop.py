@@ -21,7 +21,6 @@ from stack_serve.llm.compilations import count_thread_compilations
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.constraints import ConstraintCompiler, Matcher
 from stack_serve.llm.dispatcher import End, OutputEvent, PromptScores, Tokens
-from stack_serve.llm.draft_model import DraftModel, ModelDrafts
 from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.handover import ExportedPages, export_pages, import_pages
 from stack_serve.llm.images import StepImages, images_of_rows, step_images
@@ -29,6 +28,7 @@ from stack_serve.llm.limits import Limits
 from stack_serve.llm.new_weights import KeysOfOldWeights
 from stack_serve.llm.output import GOES_ON, Ending, EndOfTokens, Output
 from stack_serve.llm.programs import ForwardResult, Programs, StepResult
+from stack_serve.llm.proposer import ModelDrafts, Proposer
 from stack_serve.llm.scheduler import (
     Plan,
     Row,
@@ -65,7 +65,7 @@ class _StartedStep:
       started_s: launch time on the clock of `time.monotonic()`.
       drafts: drafts of each row that may be accepted; empty if no row has any. A constraint may shorten them.
       is_ahead: True if the step was launched before the previous one was read.
-      drafting_s: time that the draft model took; None if it had to catch up, which is not measured.
+      drafting_s: time that the proposer took; None if it had to catch up, which is not measured.
     """
 
     plan: Plan
@@ -92,7 +92,7 @@ class EngineLoop:
       limits: resolved sizes of the engine.
       programs: device state and programs.
       put: callback that delivers results to clients.
-      draft: draft model; None without one.
+      proposer: model that drafts; None without one.
     """
 
     def __init__(
@@ -102,18 +102,18 @@ class EngineLoop:
         limits: Limits,
         programs: Programs,
         put: Callable[[list[OutputEvent]], None],
-        draft: DraftModel | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self._tokenizer, self._end_tokens = checkpoint.tokenizer, checkpoint.end_tokens
         self._limits = limits
         self._programs = programs
         sizes = {"max_tokens": limits.max_tokens, "pages": limits.pages, "image_rows": programs.image_rows}
         self._state = SchedulerState.of(config, **sizes, prefix_caching=limits.prefix_caching)
-        self._drafting, self._draft = config.speculation, draft
+        self._drafting, self._proposer = config.speculation, proposer
         self._catches_up = False
         self._speculation: Speculation | None = None
         if config.speculation is not None:
-            cost = None if draft is None else draft.cost
+            cost = None if proposer is None else proposer.cost
             self._speculation = Speculation(programs.buckets, config.speculation.tokens, cost)
         self._seeds = np.random.default_rng(config.seed)
         self._arrived = 0
@@ -186,8 +186,8 @@ class EngineLoop:
                 assert compiler is not None
                 self._compiler, matcher = compiler, compiler.matcher(sampling.constraint)
             drafts = None
-            if self._draft is not None:
-                drafts = ModelDrafts(sequence, self._draft.pair)
+            if self._proposer is not None:
+                drafts = ModelDrafts(sequence, self._proposer.pair)
             elif self._drafting is not None:
                 drafts = Drafts(self._drafting, request.prompt, sequence.max_total_tokens)
             work.continuations.append(Continuation(sequence, settings, ending, output, work, matcher, drafts))
@@ -233,15 +233,15 @@ class EngineLoop:
                     self.end(work, "abort")
         self._programs.use(params)
         self.weights_version = self.weights_version + 1 if version is None else version
-        forget_prefixes(self._state)
+        self.forget_prefixes()
         if kv == "recompute":
             recompute(self._state)
 
     def forget_prefixes(self) -> None:
-        """Clears the prefix cache, whose pages are about to be freed."""
+        """Clears the prefix cache, whose pages are about to be freed or have keys of old weights."""
         forget_prefixes(self._state)
-        if self._draft is not None:
-            self._draft.forget()
+        if self._proposer is not None:
+            self._proposer.forget()
 
     def export_pages(self, request: GenerationRequest, adapter: int | None) -> ExportedPages:
         """Launches copies of the cached pages of a prompt; see `handover`."""
@@ -290,7 +290,7 @@ class EngineLoop:
         """Returns whether the next step should verify drafts, for which the step in flight is read first."""
         if self._speculation is None or self._arrivals or not self._state.running:
             return False
-        if self._draft is not None and self._draft.programs.to_compile:
+        if self._proposer is not None and self._proposer.programs.to_compile:
             return False
         # A step with prompts verifies no drafts.
         if any(sequence.total_tokens - sequence.computed_tokens > 1 for sequence in self._state.running):
@@ -306,18 +306,18 @@ class EngineLoop:
     def _available(self, drafts: Drafts | ModelDrafts) -> int:
         """Returns the maximum number of drafted tokens of a row."""
         assert self._speculation is not None
-        if self._draft is None or not isinstance(drafts, ModelDrafts):
+        if self._proposer is None or not isinstance(drafts, ModelDrafts):
             return self._speculation.tokens
-        return min(self._speculation.tokens, self._draft.room(drafts))
+        return min(self._speculation.tokens, self._proposer.room(drafts))
 
     def _choose_drafts(self) -> dict[int, tuple[int, ...]]:
         """Returns the drafts to verify in the next step by sequence id; the host knows all tokens.
 
-        The tokens of a draft model are zeros until the step is planned, since its keys need the pages of the plan.
+        The tokens of a proposer are zeros until the step is planned, since its keys need the pages of the plan.
         """
         assert self._speculation is not None
-        if self._draft is not None:
-            return self._choose_lengths(self._draft, self._speculation)
+        if self._proposer is not None:
+            return self._choose_lengths(self._proposer, self._speculation)
         drafters = [(each, drafts) for each, drafts in self._drafters() if isinstance(drafts, Drafts)]
         drafted = [drafts.draft() for _, drafts in drafters]
         for place, (continuation, _) in enumerate(drafters):
@@ -328,12 +328,12 @@ class EngineLoop:
         chosen = zip(drafters, drafted, lengths, strict=True)
         return {continuation.sequence.id: tokens[:length] for (continuation, _), tokens, length in chosen if length}
 
-    def _choose_lengths(self, draft: DraftModel, speculation: Speculation) -> dict[int, tuple[int, ...]]:
-        """Chooses the rows to draft with the draft model, and launches the computation of their missing keys."""
+    def _choose_lengths(self, proposer: Proposer, speculation: Speculation) -> dict[int, tuple[int, ...]]:
+        """Chooses the rows to draft with the proposer, and launches the computation of their missing keys."""
         rows = [drafts for _, drafts in self._drafters() if isinstance(drafts, ModelDrafts)]
         lengths = speculation.choose(rows, [self._available(each) for each in rows])
         chosen = [(each, length) for each, length in zip(rows, lengths, strict=True) if length]
-        self._catches_up = draft.catch_up(self._programs, self._state.block_tables, [each for each, _ in chosen])
+        self._catches_up = proposer.catch_up(self._state.block_tables, [each for each, _ in chosen])
         return {each.sequence.id: (0,) * length for each, length in chosen if each.has_all_keys}
 
     def _start(self, plan: Plan, *, is_ahead: bool) -> _StartedStep:
@@ -363,15 +363,15 @@ class EngineLoop:
         result: StepResult | ForwardResult
         drafts, candidates = list(plan.drafts), self._reports_candidates(plan)
         drafting_s: float | None = 0.0
-        if drafts and self._draft is not None:
-            drafts, drafting_s = self._propose(self._draft, plan.rows, tables)
+        if drafts and self._proposer is not None:
+            drafts, drafting_s = self._propose(self._proposer, plan.rows, tables)
         if drafts:
             tokens = [
                 token
                 for row, drafted in zip(plan.rows, drafts, strict=True)
                 for token in (row.sequence.tokens[-1], *drafted)
             ]
-            if self._draft is not None:
+            if self._proposer is not None:
                 # Only now, because the step computes rejected drafts, too.
                 drafts = list(map(self._allowed, plan.rows, drafts))
             masks = self._masks_of_drafts(plan.rows, drafts)
@@ -387,9 +387,9 @@ class EngineLoop:
         return _StartedStep(plan, self.weights_version, result, prompt_logprobs, now_s, drafts, is_ahead, drafting_s)
 
     def _propose(
-        self, draft: DraftModel, rows: tuple[Row, ...], tables: np.ndarray
+        self, proposer: Proposer, rows: tuple[Row, ...], tables: np.ndarray
     ) -> tuple[list[tuple[int, ...]], float | None]:
-        """Returns the drafts of each row by the draft model, and the time that it took (see `_StartedStep`)."""
+        """Returns the drafts of each row by the proposer, and the time that it took (see `_StartedStep`)."""
         started_s = time.monotonic()
         # Rows without drafts take part, too, if only the newest key is missing; it would be missing later.
         places = [
@@ -398,8 +398,8 @@ class EngineLoop:
             if isinstance(drafts := self._continuations[row.sequence.id].drafts, ModelDrafts)
             and drafts.computed_tokens == row.start
         ]
-        found = draft.propose(
-            self._programs, tables[[place for place, _ in places]], [(rows[place], drafts) for place, drafts in places]
+        found = proposer.propose(
+            tables[[place for place, _ in places]], [(rows[place], drafts) for place, drafts in places]
         )
         all_drafts: list[tuple[int, ...]] = [()] * len(rows)
         for (place, _), drafted in zip(places, found, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ _FIRST_TOKENS = 64
 HANDOVER_PAGES = 32
 """Number of pages that one launch exports or imports."""
 
-_LATER_KINDS = ("prompt_logprobs", "forward")
+_LATER_KINDS = ("prompt_logprobs", "forward", "fill_mtp", "draft_mtp")
 
 Key = tuple[str, *tuple[int, ...]]
 Progress = Callable[[str, int, int], None]
@@ -98,6 +98,8 @@ class Programs:
       GenerationError: the model cannot apply adapters to a parameter in `adapters`.
     """
 
+    _step_class: ClassVar[type[Step]] = Step
+
     def __init__(
         self,
         checkpoint: GenerativeCheckpoint,
@@ -117,8 +119,9 @@ class Programs:
         drafts = 0 if config.speculation is None else config.speculation.tokens
         min_rows = _GPU_ROWS if is_for_gpus() else 1
         self._buckets = Buckets(config.max_sequences, config.step_tokens, drafts, min_rows)
+        self._states = self._find_states()
         if placement is None:
-            placement = Placement(checkpoint.states, config.tensor, expert=config.expert)
+            placement = Placement(self._states, config.tensor, expert=config.expert)
         self._placement = placement
         self._compiled: dict[Key, Any] = {}
         # Programs queued for the background threads, and programs being compiled.
@@ -160,6 +163,10 @@ class Programs:
 
     def _image_reader(self) -> ImageReader | None:
         return image_reader_of(self._checkpoint)
+
+    def _find_states(self) -> Any:
+        """Returns the states that pools and slots hold, a pytree like `GenerativeCheckpoint.states`."""
+        return self._checkpoint.states
 
     def _make_features(self, reader: ImageReader) -> Any:
         shape = feature_shape(self._checkpoint, reader)
@@ -741,10 +748,10 @@ class Programs:
 
     def _lay_out(self, pages: int, layout: PageLayout) -> None:
         """Sets the page layout of steps and new pools."""
-        self._step = Step(self._checkpoint, self._config, pages, layout)
+        self._step = self._step_class(self._checkpoint, self._config, pages, layout)
         self._empty = partial(
             empty_layers,
-            self._checkpoint.states,
+            self._states,
             pages=pages,
             page_tokens=self._config.page_tokens,
             slots=self._config.max_sequences + 1,
@@ -759,7 +766,7 @@ class Programs:
           Weights and pools, with True for an array used only by loops over layers; the shape [rows, embed] and dtype of
           the hidden states; and the preferred page layouts, which are not collected if the config sets a layout.
         """
-        preferences = LayoutPreferences(one_pool=supports_shared_pool(self._checkpoint.states))
+        preferences = LayoutPreferences(one_pool=supports_shared_pool(self._states))
         collected = preferences if self._config.page_layout is None else None
         step = partial(self._smallest_step, preferences=collected)
         looped, result = self._placement.traced(loops_over, step, (weights, jax.eval_shape(self._empty)))

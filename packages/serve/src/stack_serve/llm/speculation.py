@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stack_serve.llm.buckets import Buckets
-from stack_serve.llm.draft_model import ModelDrafts
 from stack_serve.llm.drafts import Acceptance
+from stack_serve.llm.proposer import ModelDrafts
 
 __all__ = ["Speculation"]
 
@@ -19,7 +19,7 @@ _LEAST_GAIN = 1.15
 _NEW_WEIGHT = 0.2
 # A slow moment of the machine must not disable a size forever.
 _MOST_UNUSED_STEPS = 256
-# While a draft model does not run, its acceptance is unknown. It is tried again after so many turns, and less and less
+# While a proposer does not run, its acceptance is unknown. It is tried again after so many turns, and less and less
 # often until it is worthwhile for as many.
 _RETRY_TURNS, _MOST_RETRY_TURNS = 64, 4096
 
@@ -64,15 +64,15 @@ class Speculation:
 
         (R + sum of E[accepted_r]) / (R (t_verify(T) + (L + 1) t_draft(R)) / t_decode(R)) > 1
 
-    R is the number of rows, T the token bucket of the verification, L the number of tokens that a draft model drafts,
-    and t a measured duration per step, which includes the host's; t_draft is 0 without a draft model. Without drafts,
+    R is the number of rows, T the token bucket of the verification, L the number of tokens that a proposer drafts,
+    and t a measured duration per step, which includes the host's; t_draft is 0 without a proposer. Without drafts,
     the engine plans a step while the previous one runs. Drafts continue the newest tokens, so a step with drafts is
     planned after the previous one is read. The durations of verifications contain that delay.
 
     Attributes:
       buckets: shapes of the engine's programs.
       tokens: maximum number of drafted tokens per row.
-      draft_cost: assumed t_draft / t_decode until both are measured; None without a draft model.
+      draft_cost: assumed t_draft / t_decode until both are measured; None without a proposer.
       is_on: True if the last decision was to speculate.
     """
 
@@ -164,7 +164,7 @@ class Speculation:
 
     @property
     def _limits(self) -> list[int]:
-        """Draft lengths that are compared: a draft model takes time for each token, a lookup does not."""
+        """Draft lengths that are compared: a proposer takes time for each token, a lookup does not."""
         return [
             self.tokens >> halvings for halvings in range(1 if self.draft_cost is None else self.tokens.bit_length())
         ]

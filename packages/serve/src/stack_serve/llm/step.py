@@ -354,10 +354,13 @@ class Step:
         slot, start, count = (rows[row, field] for field in range(3))
         return slot, jnp.where(real, start + token - (ends[row] - count), 0), real
 
-    def _places(self, known: jax.Array, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array, jax.Array]:
+    def _places(
+        self, known: jax.Array, rows: jax.Array, tokens: int, *, ahead: int = 0
+    ) -> tuple[Rows, jax.Array, jax.Array, jax.Array]:
         """Computes the cache addresses, token ids, positions and adapter slots of the tokens of a step.
 
-        The positions are those of a model, which fall behind the places of tokens by `shift`.
+        The positions are those of a model, which fall behind the places of tokens by `shift`. The token ids are those
+        `ahead` places further on.
         """
         slot, start, count = (rows[:, field] for field in range(3))
         tables = rows[:, len(ROW_FIELDS) :]
@@ -373,7 +376,8 @@ class Step:
         places = Rows(tables, start + count, query_starts, page, position % page_tokens, slot)
         adapters = jnp.where(real, rows[row, ROW_FIELDS.index("adapter")], -1)
         shift = rows[row, ROW_FIELDS.index("shift")]
-        return places, jnp.where(real, known[slot[row], position], 0), jnp.where(real, position - shift, 0), adapters
+        token_ids = jnp.where(real, known[slot[row], position + ahead], 0)
+        return places, token_ids, jnp.where(real, position - shift, 0), adapters
 
 
 def _rows_of(token: jax.Array, ends: jax.Array) -> jax.Array:

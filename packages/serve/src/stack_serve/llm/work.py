@@ -9,9 +9,9 @@ from stack_core.abi.generation import GenerationRequest, GenerationUpdate, Reque
 from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.constraints import Matcher
-from stack_serve.llm.draft_model import ModelDrafts
 from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.output import Ending, Output
+from stack_serve.llm.proposer import ModelDrafts
 from stack_serve.llm.sequence import Sequence
 
 __all__ = ["Continuation", "Work"]

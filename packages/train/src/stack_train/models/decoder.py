@@ -253,22 +253,24 @@ class MultiTokenLayer(nnx.Module):
     """
 
     def __init__(self, spec: Layer, build: Build) -> None:
-        self.norm_spec = build.norm
+        self.spec, self.norm_spec = spec, build.norm
         self.embedding_norm, self.hidden_norm = build.scale(build.embed), build.scale(build.embed)
         self.project = build.linear((2 * build.embed, build.embed), (None, "embed"))
         self.block = spec.build(build.child())
         self.norm = build.scale(build.embed)
 
-    def __call__(self, hidden: jax.Array, rows: Rows, embedded: jax.Array) -> tuple[jax.Array, Facts]:
-        """Returns h' and the block's facts."""
+    def __call__(
+        self, hidden: jax.Array, rows: Rows, embedded: jax.Array, cache: KVCache | None = None, layer_cache: Any = None
+    ) -> tuple[jax.Array, Any, Facts]:
+        """Returns h', the layer's slice of the cache, and the block's facts."""
         normed = (
             self.norm_spec(embedded, self.embedding_norm, STREAM),
             self.norm_spec(hidden, self.hidden_norm, STREAM),
         )
         x = shard_residual(self.project(gather_sequence(jnp.concatenate(normed, axis=-1))))
-        stream, _, facts = self.block(ResidualStream(x, None), rows, None, None)
+        stream, layer_cache, facts = self.block(ResidualStream(x, None), rows, cache, layer_cache)
         normed, _ = stream.normed(self.norm_spec, self.norm)
-        return gather_sequence(normed), facts
+        return gather_sequence(normed), layer_cache, facts
 
 
 class Decoder(nnx.Module):
@@ -440,6 +442,36 @@ class Decoder(nnx.Module):
         return [[layer.attention.state(group.repeats, dtype) for layer in group.period] for group in self.groups]
 
     @property
+    def mtp_states(self) -> LayerState | None:
+        """Specification of the cached state of the first multi-token prediction layer; None without such layers."""
+        return None if self.further is None else self.further.spec.attention.state(1, self.config.dtype)
+
+    def predict_ahead(
+        self,
+        hidden: Float[Array, "batch seq embed"],
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"],
+        cache: KVCache,
+    ) -> Outputs:
+        """Predicts the token after the next one with the first multi-token prediction layer; see `PredictsAhead`.
+
+        Args:
+          hidden: normalized hidden states of the decoder, or of an earlier call for the token before.
+          tokens: the token that follows each hidden state.
+          positions: positions of the hidden states.
+          cache: keys and values of the layer for earlier hidden states, in the structure of `mtp_states`.
+        """
+        assert self.further is not None
+        graph, state = nnx.split(self.further)
+        # Later layers would need the tokens between; the first one, applied repeatedly, needs only the newest.
+        layer: MultiTokenLayer = nnx.merge(graph, jax.tree.map(lambda array: array[0], state))
+        layer_cache = jax.tree.map(lambda array: array[0], cache.layers)
+        hidden = hidden.astype(self.config.dtype)
+        hidden, layer_cache, _ = layer(hidden, Rows(positions, None), self._embedded(tokens), cache, layer_cache)
+        layers = jax.tree.map(lambda array: array[None], layer_cache)
+        return Outputs(hidden, cache.advance(layers, tokens.shape[1]))
+
+    @property
     def kv_cache_positions(self) -> int:
         """Maximum number of cached tokens per sequence: `max_positions`, or fewer with some RoPE scalings."""
         return Rope(scaling=self.config.rope_scaling).cached_positions(self.config.max_positions)
@@ -486,7 +518,7 @@ class Decoder(nnx.Module):
         embedded = jnp.stack([self._embedded(jnp.roll(tokens, -shift, axis=1)) for shift in range(1, depth + 1)])
 
         def run(layer: MultiTokenLayer, hidden: Any, rows: Rows, embedded: Any) -> tuple[Any, Any]:
-            hidden, facts = layer(hidden, rows, embedded)
+            hidden, _, facts = layer(hidden, rows, embedded)
             return hidden, (hidden, facts)
 
         options: Any = {"remat": self.config.remat, "unroll": self.config.unroll, "moves": True}

@@ -128,6 +128,17 @@ FAMILIES = {
         "residual_scale": 0.4,
         **EXPERTS,
     },
+    "nemotron_h": {
+        "layers": 6,
+        "pattern": "ME*--M",
+        "mamba_heads": 4,
+        "mamba_head_dim": 8,
+        "mamba_groups": 2,
+        "mamba_state": 8,
+        "expert_mlp": 24,
+        "shared_mlp": 20,
+        **EXPERTS,
+    },
     "minimax_m2": {"rotary_dim": 4, **EXPERTS},
     "qwen3_5_moe": {
         "period": 3,
@@ -220,7 +231,7 @@ def test_the_engine_answers_as_the_model_does(engine_of, family, rules):
         reference.assert_most_likely(branch, continuation.tokens, tolerance=TOLERANCE[rules])
 
 
-RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "bamba", "granite_moe_hybrid")
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "bamba", "granite_moe_hybrid", "nemotron_h")
 DRAFTED = [family for family in FAMILIES if family not in RECURRENT]
 
 

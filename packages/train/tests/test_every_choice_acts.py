@@ -180,6 +180,7 @@ FAMILIES = {
         "residual_scale": 0.4,
         "rotary": True,
     },
+    "nemotron_h": {**MAMBA, "pattern": "ME*-", "head_dim": 8, "shared_mlp": 12, **EXPERTS},
     "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 4, "active_experts": 2},
     "qwen3_5_moe": {
         "layers": 5,
@@ -225,6 +226,7 @@ VALUES = {
     "global_layers": (2, 5),
     "global_kv_heads": 1,
     "shared_layers": 1,
+    "pattern": "M*E-",
     "active_experts": 1,
     "kept_groups": 2,
 }

@@ -34,6 +34,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("granite_moe", "stack_train.models.granite_moe:FAMILY")
     registry.add("granite_moe_hybrid", "stack_train.models.granite_moe_hybrid:FAMILY")
     registry.add("bamba", "stack_train.models.bamba:FAMILY")
+    registry.add("nemotron_h", "stack_train.models.nemotron_h:FAMILY")
     registry.add("seed_oss", "stack_train.models.seed_oss:FAMILY")
     registry.add("ministral3", "stack_train.models.ministral3:FAMILY")
     registry.add("smollm3", "stack_train.models.smollm3:FAMILY")

@@ -42,7 +42,10 @@ SMALL = {
 }
 SMALL_T5 = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 3, "num_layers": 2}
 SMALL_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 8}
-OWN_SIZES: dict[str, dict[str, int]] = {
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": {"num_hidden_layers": 4, "hybrid_override_pattern": "ME*E"}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 5}
+    | {"moe_shared_expert_intermediate_size": 20},
     "SmolLM3-3B": {"num_hidden_layers": 4},
     "Olmo-3-7B-Instruct": {"num_hidden_layers": 4},
     "GLM-4.5-Air": {"n_group": 1, "topk_group": 1},
@@ -105,8 +108,8 @@ def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
     if kind == "t5":
         return _t5(config)
     embed = text["hidden_size"]
-    if kind in ENCODERS:
-        return ENCODERS[kind](config, embed)
+    if kind in OTHERS:
+        return OTHERS[kind](config, embed)
     shapes: Shapes = {"model.embed_tokens.weight": (text["vocab_size"], embed), "model.norm.weight": (embed,)}
     if not text.get("tie_word_embeddings", kind.startswith("gemma")) or name == "Qwen3-0.6B":
         shapes["lm_head.weight"] = (text["vocab_size"], embed)  # of Qwen3 0.6B a copy of the embedding
@@ -150,7 +153,31 @@ def _modernbert(config: dict[str, Any], embed: int) -> Shapes:
     return {f"model.{name}.weight": shape for name, shape in {**shapes, "final_norm": (embed,)}.items()}
 
 
-ENCODERS = {"bert": _bert, "modernbert": _modernbert}
+def _nemotron_h(config: dict[str, Any], embed: int) -> Shapes:
+    heads, inner = config["mamba_num_heads"], config["mamba_num_heads"] * config["mamba_head_dim"]
+    mixed = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+    mamba: Shapes = {**dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)), "norm.weight": (inner,)}
+    mamba |= {"conv1d.weight": (mixed, 1, config["conv_kernel"]), "conv1d.bias": (mixed,)}
+    mamba |= {"in_proj.weight": (inner + mixed + heads, embed), "out_proj.weight": (embed, inner)}
+    queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    attention = {"q_proj.weight": (queries, embed), "o_proj.weight": (embed, queries)}
+    attention |= {f"{name}_proj.weight": (keys, embed) for name in "kv"}
+    count = config["n_routed_experts"]
+    experts: Shapes = {"gate.weight": (count, embed), "gate.e_score_correction_bias": (count,)}
+    widths = {f"experts.{number}": config["moe_intermediate_size"] for number in range(count)}
+    for place, width in {**widths, "shared_experts": config["moe_shared_expert_intermediate_size"]}.items():
+        experts |= {f"{place}.up_proj.weight": (width, embed), f"{place}.down_proj.weight": (embed, width)}
+    shapes = dict.fromkeys(("backbone.embeddings.weight", "lm_head.weight"), (config["vocab_size"], embed))
+    shapes["backbone.norm_f.weight"] = (embed,)
+    for number, kind in enumerate(config["hybrid_override_pattern"]):
+        mixer = {"M": mamba, "*": attention, "E": experts}[kind]
+        layer = {"norm.weight": (embed,), **{f"mixer.{name}": shape for name, shape in mixer.items()}}
+        shapes |= {f"backbone.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+OTHERS = {"bert": _bert, "modernbert": _modernbert, "nemotron_h": _nemotron_h}
+"""Tensors of models whose layers have other names."""
 
 
 def _t5(config: dict[str, Any]) -> Shapes:
@@ -350,7 +377,7 @@ def small_checkpoint(name: str, directory: Path, *, files: int = 3) -> dict[str,
     }
     if name == "Qwen3-0.6B":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    for each in [each for each in tensors if each.endswith("e_score_correction_bias")]:
+    for each in [each for each in tensors if each.endswith(("e_score_correction_bias", "mixer.gate.weight"))]:
         tensors[each] = tensors[each].astype(np.float32)
     if name in ("DeepSeek-V3", "GLM-4.5-Air"):
         tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]

@@ -55,6 +55,7 @@ PARAMETERS = {
     "DeepSeek-V2-Lite": ("deepseek_v2", 15_706_484_224),
     "granite-3.0-1b-a400m-instruct": ("granite_moe", 1_334_628_352),
     "MiniMax-M2.5": ("minimax_m2", 228_689_764_864),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("nemotron_h", 31_577_940_288),
     "all-MiniLM-L6-v2": ("bert", 22_713_216),
     "ModernBERT-base": ("modernbert", 149_014_272),  # without the head of masked language modeling
     "t5-small": ("t5", 60_506_624),
@@ -62,7 +63,8 @@ PARAMETERS = {
 }
 """Family and parameters of each model, as counted by the publishers' indices, without tensors that repeat others.
 
-The indices of Kimi K2 and MiniMax-M2.5 count scales, too; their numbers are sums of the shapes.
+The indices of Kimi K2 and MiniMax-M2.5 count scales, too; their numbers are sums of the shapes. So is the number of
+Nemotron 3 Nano.
 """
 LARGER = "Mistral-Small-3.1-24B-Instruct-2503"
 UNPUBLISHED = {"bamba", "gemma4", "granite_moe_hybrid", "llama4", "ministral3", "qwen3_5", "qwen3_5_moe"}

@@ -201,6 +201,16 @@ FAMILIES = {
         "residual_scale": 0.4,
         "rotary": True,
     },
+    "nemotron_h": {
+        **{key: size for key, size in MAMBA.items() if key != "attention_layers"},
+        "layers": 5,
+        "pattern": "ME*--",
+        "head_dim": 8,
+        "experts": 5,
+        "active_experts": 2,
+        "expert_mlp": 16,
+        "shared_mlp": 12,
+    },
     "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 5, "active_experts": 2},
     "qwen3_5_moe": {
         "layers": 3,
@@ -227,7 +237,7 @@ FAMILIES = {
         "expert_mlp": 16,
     },
 }
-STATES = ("gemma3", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_next", "ministral3", "granite_moe_hybrid")
+STATES = ("gemma3", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_next", "ministral3", "granite_moe_hybrid", "nemotron_h")
 """Families with every kind of state, alone and beside others, with sinks, temperatures, scaled residual sums and shared
 keys."""
 SEQ = 12
@@ -273,11 +283,10 @@ def test_a_document_gives_the_same_packed_behind_another_and_in_pieces_through_t
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_kind_of_attention_gets_its_keys_as_the_config_chooses(name):
     family = registries.models[name]
-    kinds = {type(layer.attention): layer.attention for layer in family.spec(make_config(name)).layers}
-    changed = {
-        type(layer.attention): layer.attention
-        for layer in family.spec(make_config(name, context_keys="gathered")).layers
-    }
+    kinds, changed = (
+        {type(layer.attention): layer.attention for layer in family.spec(config).layers if layer.attention is not None}
+        for config in (make_config(name), make_config(name, context_keys="gathered"))
+    )
     acts = {kind: changed[kind] != attention for kind, attention in kinds.items()}
     recurrent = (DeltaAttention, Mamba2)  # which refuse a sequence that devices share
     assert acts == {kind: kind not in recurrent for kind in kinds}
@@ -489,3 +498,47 @@ def test_sizes_that_gemma4_cannot_have_are_refused(changes, message):
 def test_groups_of_experts_that_hold_too_few_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         make_config("deepseek_v3", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "MAE"}, r"pattern='MAE': expected a letter per layer: M \(Mamba-2\)"),
+        ({"pattern": ""}, "pattern='': expected a letter"),
+        ({"layers": 4}, r"pattern='ME\*--' has 5 layers, more than layers=4"),
+        ({"rope_theta": 5.0}, r"rope_theta=5.0: Nemotron-H has no rotary positions"),
+        ({"tie_embeddings": True}, "tie_embeddings=True: .* its own head"),
+        ({"mamba_groups": 4}, "mamba_heads=6 is no multiple of mamba_groups=4"),
+    ],
+)
+def test_layers_that_a_nemotron_h_cannot_have_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config("nemotron_h", **changes)
+
+
+def test_a_nemotron_h_repeats_its_pattern_and_reads_both_spellings_of_it():
+    config_map = registries.models["nemotron_h"].config_map
+    assert make_config("nemotron_h", layers=7).kinds == "ME*--ME"
+    written = config_map.write(make_config("nemotron_h", layers=7))
+    assert written["hybrid_override_pattern"] == "ME*--ME"
+    blocks = ["mamba", "moe", "attention", "mlp", "mlp", "linear_attention", "moe"]
+    five = {key: value for key, value in written.items() if key not in ("hybrid_override_pattern", "num_hidden_layers")}
+    assert config_map.read({**five, "layers_block_type": blocks}) == config_map.read(written)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern='MX', not of M"),
+        ({"layers_block_type": ["mamba", "conv"]}, "layers_block_type with conv, not of linear_attention"),
+        ({"num_hidden_layers": 9}, "num_hidden_layers=9, not the 5"),
+        ({"moe_latent_size": 8}, "moe_latent_size=8, not None"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1, not 0"),
+        ({"n_group": 2, "mlp_hidden_act": "silu"}, "mlp_hidden_act='silu', not 'relu2'; n_group=2, not 1"),
+        ({"time_step_limit": [0.0, 0.5]}, r"time_step_limit=\[0.0, 0.5\], not"),
+    ],
+)
+def test_keys_of_a_nemotron_h_that_the_model_does_not_support_are_refused_by_name(keys, message):
+    config_map = registries.models["nemotron_h"].config_map
+    with pytest.raises(ConversionError, match=message):
+        config_map.read({**config_map.write(make_config("nemotron_h")), **keys})

@@ -19,7 +19,7 @@ from stack_core.ops.definitions import linear_cross_entropy
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
-from stack_train.models import bamba, deepseek_v3, gemma3, gpt_oss, llama, llama4, qwen3_next
+from stack_train.models import bamba, deepseek_v3, gemma3, gpt_oss, llama, llama4, nemotron_h, qwen3_next
 from stack_train.nn.context import from_zigzag, to_zigzag
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
@@ -134,6 +134,7 @@ def recurrent_layers_are_refused_by_name():
     small = {**SIZES, "layers": 1, "heads": 2, "mlp": 8}
     chosen = (
         (bamba.FAMILY, bamba.BambaConfig(**small), "Mamba-2"),
+        (nemotron_h.FAMILY, nemotron_h.NemotronHConfig(**{**small, "layers": 2}, pattern="-M"), "Mamba-2"),
         (
             qwen3_next.FAMILY,
             qwen3_next.Qwen3NextConfig(**small, experts=2, expert_mlp=8),

@@ -16,6 +16,7 @@ from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
 from stack_train.models.bamba import BambaConfig
 from stack_train.models.llama import LlamaConfig
+from stack_train.models.nemotron_h import NemotronHConfig
 from stack_train.nn.schedules import schedule
 from stack_train.nn.stack import NamedRemat
 from stack_train.objectives import CausalLMConfig
@@ -30,6 +31,13 @@ MODEL = LlamaConfig(**SIZES)
 HYBRID = BambaConfig(
     **{**SIZES, "layers": 4, "initializer_std": 0.05},
     attention_layers=(1, 3),
+    mamba_heads=4,
+    mamba_head_dim=8,
+    mamba_state=6,
+)
+ONE_MIXER = NemotronHConfig(
+    **{**SIZES, "layers": 12, "initializer_std": 0.05},
+    pattern="M-*",
     mamba_heads=4,
     mamba_head_dim=8,
     mamba_state=6,
@@ -179,6 +187,7 @@ if __name__ == "__main__":
     stages_give_the_gradients_of_one_device(ALL if everything else FEW)
     stages_sum_the_gradients_of_bfloat16_parameters_in_float32()
     if everything:
-        stages_give_the_gradients_of_one_device((("1f1b", 1, {"stage": 2}),), HYBRID)
+        for model in (HYBRID, ONE_MIXER):
+            stages_give_the_gradients_of_one_device((("1f1b", 1, {"stage": 2}),), model)
         each_stage_does_its_share_of_the_layers(schedules[:2])
     what_a_stage_keeps_does_not_grow_with_microbatches(schedules, (8, 128) if everything else (16,))

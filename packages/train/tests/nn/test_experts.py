@@ -85,6 +85,18 @@ def test_shared_experts_take_every_token():
     np.testing.assert_allclose(both(X, ROWS)[0], plain(X, ROWS)[0] + shared, rtol=1e-5, atol=1e-5)
 
 
+def test_experts_without_a_gate_are_plain_layers():
+    router = Router(experts=3, active=3, normalized=False)  # of which every token takes all
+    layer = first_layer(build(Experts(router=router, width=12, gated=False, activation="relu_squared", shared=10)))
+    shares = jax.nn.softmax(X @ layer.router.kernel[...], axis=-1)
+    plain = lambda up, down: jnp.square(jnp.maximum(X @ up, 0)) @ down
+    expected = plain(layer.shared.up.kernel[...], layer.shared.down.kernel[...])
+    for expert in range(3):
+        expected += shares[..., expert, None] * plain(layer.expert_up[...][expert], layer.expert_down[...][expert])
+    np.testing.assert_allclose(layer(X, ROWS)[0], expected, rtol=1e-4, atol=1e-5)
+    assert layer.expert_gate is None
+
+
 def test_facts_leave_padding_out():
     layer = first_layer(build(Experts(router=Router(experts=5, active=2), width=12)))
     padded = Rows(ROWS.positions, jnp.array([[1, 1, 1, 0, 0, 0]] * 2))

@@ -21,18 +21,26 @@ from stack_train.nn.feed_forward import Gated
 from stack_train.nn.mamba import Mamba2
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "HYBRID_SETTINGS", "MAMBA_NAMES", "BambaConfig", "HybridConfig", "read_mamba", "write_mamba"]
+__all__ = [
+    "FAMILY",
+    "HYBRID_SETTINGS",
+    "MAMBA_NAMES",
+    "BambaConfig",
+    "HybridConfig",
+    "Mamba2Config",
+    "check_step_limit",
+    "read_mamba",
+    "write_mamba",
+]
 
 _ROTARY_SHARE = 0.5
 
 
 @config
-class HybridConfig(DecoderConfig):
-    """Settings of a decoder with Mamba-2 in most layers; inherits the fields of `DecoderConfig`.
+class Mamba2Config(DecoderConfig):
+    """Settings of a decoder with layers of Mamba-2; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      attention_layers: indices of the layers with attention, from 0.
-      attention_bias: adds biases to the projections of attention.
       mamba_heads: number of heads of Mamba-2.
       mamba_head_dim: width of a head of Mamba-2.
       mamba_groups: number of groups of heads that share b and c.
@@ -42,8 +50,6 @@ class HybridConfig(DecoderConfig):
       mamba_kernel_bias: adds a bias to the causal convolution.
     """
 
-    attention_layers: tuple[NonNegativeInt, ...] = ()
-    attention_bias: bool = False
     mamba_heads: PositiveInt = 16
     mamba_head_dim: PositiveInt = 64
     mamba_groups: PositiveInt = 1
@@ -54,8 +60,6 @@ class HybridConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if max(self.attention_layers, default=0) >= self.layers:
-            raise ConfigError(f"attention_layers={self.attention_layers}: expected indices below layers={self.layers}.")
         if self.mamba_heads % self.mamba_groups:
             raise ConfigError(
                 f"mamba_heads={self.mamba_heads} is no multiple of mamba_groups={self.mamba_groups}; change one."
@@ -73,6 +77,24 @@ class HybridConfig(DecoderConfig):
             bias=self.mamba_bias,
             kernel_bias=self.mamba_kernel_bias,
         )
+
+
+@config
+class HybridConfig(Mamba2Config):
+    """Settings of a decoder with Mamba-2 in most layers; inherits the fields of `Mamba2Config`.
+
+    Attributes:
+      attention_layers: indices of the layers with attention, from 0.
+      attention_bias: adds biases to the projections of attention.
+    """
+
+    attention_layers: tuple[NonNegativeInt, ...] = ()
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if max(self.attention_layers, default=0) >= self.layers:
+            raise ConfigError(f"attention_layers={self.attention_layers}: expected indices below layers={self.layers}.")
 
 
 @config
@@ -97,12 +119,17 @@ def spec(config: BambaConfig) -> DecoderSpec:
     return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon))
 
 
-def read_mamba(reader: Reader) -> dict[str, Any]:
-    """Reads the width of Mamba-2's heads, and that steps are not limited."""
+def check_step_limit(reader: Reader) -> None:
+    """Reads `time_step_limit`, which must not limit the steps of Mamba-2."""
     limit = reader.get("time_step_limit")
     # transformers 5 writes infinity as {"__float__": "Infinity"}.
     if limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
         reader.problems.append(f"time_step_limit={limit!r}, not [0.0, Infinity]")
+
+
+def read_mamba(reader: Reader) -> dict[str, Any]:
+    """Reads the width of Mamba-2's heads, and that steps are not limited."""
+    check_step_limit(reader)
     inner = reader.get("mamba_expand", default=2) * reader.get("hidden_size", default=4096)
     heads, width = reader.get("mamba_n_heads", default=128), reader.get("mamba_d_head", default="auto")
     width = inner // heads if width == "auto" else width
@@ -115,7 +142,7 @@ def write_mamba(config: HybridConfig) -> dict[str, Any]:
     """Returns the keys read by `read_mamba`.
 
     Raises:
-      ConversionError: the width of all heads is no multiple of `embed`, which transformers requires.
+      ConversionError: the width of all heads is not a multiple of `embed`, which transformers requires.
     """
     inner = config.mamba_heads * config.mamba_head_dim
     if inner % config.embed:

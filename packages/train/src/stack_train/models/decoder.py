@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stack_core import ops
-from stack_core.abi.caches import KVCache, LayerState
+from stack_core.abi.caches import KVCache, LayerState, Recurrent
 from stack_core.abi.config import config
 from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError, TrainingError
 from stack_core.abi.models import ImageTokens, Outputs
@@ -128,8 +128,8 @@ class Layer:
     """A decoder layer, h = x + scale attention(norm(x)); y = h + scale feed_forward(norm(h)).
 
     Attributes:
-      attention: specification of the layer that mixes tokens.
-      feed_forward: specification of the feed-forward layer.
+      attention: specification of the layer that mixes tokens; None omits the first step, h = x.
+      feed_forward: specification of the feed-forward layer; None omits the second step, y = h.
       input_norms: normalizes the inputs of attention and feed-forward layer.
       output_norms: normalizes their outputs, before the residual sum.
       residual_scale: scale of their outputs in the residual sum.
@@ -140,8 +140,8 @@ class Layer:
       output_scale: multiplies the output by a stored number, which is not trained.
     """
 
-    attention: Mixer
-    feed_forward: TokenLayer
+    attention: Mixer | None
+    feed_forward: TokenLayer | None
     input_norms: bool = True
     output_norms: bool = False
     residual_scale: float = 1.0
@@ -151,6 +151,12 @@ class Layer:
 
     def build(self, build: Build) -> "Block":
         return Block(self, build)
+
+    def state(self, repeats: int, dtype: str) -> LayerState | None:
+        """Returns the specification of the cached state; it is empty if `attention` is None."""
+        if self.attention is None:
+            return Recurrent(repeats=repeats, shapes=(), dtypes=())
+        return self.attention.state(repeats, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +206,14 @@ class Block(nnx.Module):
 
     def __init__(self, spec: Layer, build: Build) -> None:
         self.norm, self.residual_scale = build.norm, spec.residual_scale
-        self.attention_norm = build.scale(build.embed) if spec.input_norms else None
-        self.attention = spec.attention.build(build.child())
-        self.attention_output_norm = build.scale(build.embed) if spec.output_norms else None
-        self.feed_forward_norm = build.scale(build.embed) if spec.input_norms else None
-        self.feed_forward = spec.feed_forward.build(build.child())
-        self.feed_forward_output_norm = build.scale(build.embed) if spec.output_norms else None
+        attention, feed_forward = spec.attention, spec.feed_forward
+        scale = lambda part, is_used: build.scale(build.embed) if part is not None and is_used else None
+        self.attention_norm = scale(attention, spec.input_norms)
+        self.attention: Any = None if attention is None else attention.build(build.child())
+        self.attention_output_norm = scale(attention, spec.output_norms)
+        self.feed_forward_norm = scale(feed_forward, spec.input_norms)
+        self.feed_forward: Any = None if feed_forward is None else feed_forward.build(build.child())
+        self.feed_forward_output_norm = scale(feed_forward, spec.output_norms)
         self.input_gate = spec.input_gate.build(build.child()) if spec.input_gate else None
         self.input_gate_norm = build.scale(build.embed) if spec.input_gate else None
         self.output_scale = build.full(1, None, 1.0, trained=False) if spec.output_scale else None
@@ -213,17 +221,21 @@ class Block(nnx.Module):
     def __call__(
         self, stream: ResidualStream, rows: Rows, cache: KVCache | None, layer_cache: Any, per_layer_input: Any = None
     ) -> tuple[ResidualStream, Any, Facts]:
-        normed, x = self._input(replace(stream, x=named(stream.x, "layer_input")), self.attention_norm)
-        added, layer_cache = self.attention(gather_sequence(normed), rows, cache, layer_cache)
-        stream = self._add(x, named(added, "attention_output"), self.attention_output_norm)
-        normed, x = self._input(stream, self.feed_forward_norm)
-        added, facts = self.feed_forward(gather_sequence(normed), rows)
-        stream = self._add(x, added, self.feed_forward_output_norm)
+        stream = replace(stream, x=named(stream.x, "layer_input"))
+        facts: Facts = {}
+        if self.attention is not None:
+            normed, x = self._input(stream, self.attention_norm)
+            added, layer_cache = self.attention(gather_sequence(normed), rows, cache, layer_cache)
+            stream = self._add(x, named(added, "attention_output"), self.attention_output_norm)
+        if self.feed_forward is not None:
+            normed, x = self._input(stream, self.feed_forward_norm)
+            added, facts = self.feed_forward(gather_sequence(normed), rows)
+            stream = self._add(x, added, self.feed_forward_output_norm)
         if self.input_gate is not None:
             x = stream.joined().x
             stream = self._add(x, self.input_gate(gather_sequence(x), per_layer_input), self.input_gate_norm)
         if self.output_scale is not None:
-            scale = self.output_scale[...].astype(x.dtype)
+            scale = self.output_scale[...].astype(stream.x.dtype)
             stream = ResidualStream(stream.x * scale, stream.added * scale)
         return stream, layer_cache, facts
 
@@ -439,12 +451,12 @@ class Decoder(nnx.Module):
         Layers that share keys and values have None, which pytrees skip.
         """
         dtype = self.config.dtype
-        return [[layer.attention.state(group.repeats, dtype) for layer in group.period] for group in self.groups]
+        return [[layer.state(group.repeats, dtype) for layer in group.period] for group in self.groups]
 
     @property
     def mtp_states(self) -> LayerState | None:
         """Specification of the cached state of the first multi-token prediction layer; None without such layers."""
-        return None if self.further is None else self.further.spec.attention.state(1, self.config.dtype)
+        return None if self.further is None else self.further.spec.state(1, self.config.dtype)
 
     def predict_ahead(
         self,

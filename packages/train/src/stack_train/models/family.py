@@ -29,6 +29,7 @@ class DecoderFamily:
       config_map: mapping between the config and `config.json`.
       spec: function from a config to its architecture.
       names: tensor names that differ from the default names, or a function that returns these names for a config.
+      layer_prefix: prefix of the tensor names of a layer.
       further_prefix: prefix of the tensor names of multi-token prediction layers; None numbers them after the
         decoder's layers.
       redundant: see `redundant_tensors`.
@@ -42,6 +43,7 @@ class DecoderFamily:
     config_map: ConfigMap
     spec: Callable[[Any], DecoderSpec]
     names: Names | Callable[[Any], Names] = field(default_factory=dict)
+    layer_prefix: str = "model.layers.{layer}."
     further_prefix: str | None = None
     redundant: Mapping[str, str | None] = field(default_factory=dict)
     published_in: tuple[str, ...] = ()
@@ -62,7 +64,7 @@ class DecoderFamily:
 
     def _rule(self, path: Any, groups: Any, spec: DecoderSpec, names: Names) -> WeightRule:
         if path[0] == "blocks":
-            return weight_rule(path, groups[path[1]].layers(path[2]), names)
+            return weight_rule(path, groups[path[1]].layers(path[2]), names, prefix=self.layer_prefix)
         if path[0] != "further":
             return weight_rule(path, (), names)
         first = len(spec.layers) if self.further_prefix is None else 0

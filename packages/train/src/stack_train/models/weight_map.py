@@ -20,6 +20,7 @@ class Stored:
     Attributes:
       name: name of the tensor within a layer.
       transposed, part, units, part_axis, interleaved: see `WeightRule`.
+      fused: name of the tensor that has the parameters of all experts in checkpoints of another layout, or None.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Stored:
     units: int = 1
     part_axis: Literal[-2, -1] = -1
     interleaved: bool = False
+    fused: str | None = None
 
 
 Names = Mapping[str, "str | Stored"]
@@ -235,8 +237,9 @@ def weight_rule(path: Sequence[str | int], layers: Sequence[int], names: Names, 
     place = _place(path)
     match names.get(place):
         case Stored() as stored:
-            options: Any = {name: value for name, value in vars(stored).items() if name != "name"}
-            return WeightRule(parameter, prefix + stored.name, layers, **options)
+            options: Any = {name: value for name, value in vars(stored).items() if name not in ("name", "fused")}
+            fused_rule = stored.fused and WeightRule(parameter, prefix + stored.fused, layers, **options)
+            return WeightRule(parameter, prefix + stored.name, layers, **options, fused=fused_rule or None)
         case str(name) if place in _FUSED:
             whole, part = _FUSED[place]
             fused = WeightRule(parameter, prefix + whole, layers, transposed=True, part=part)

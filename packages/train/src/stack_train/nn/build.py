@@ -47,15 +47,21 @@ class Build:
         return replace(self, key=self._key())
 
     def linear(
-        self, shape: tuple[int, int], axes: tuple[str | None, str | None], *, bias: bool = False, residual: bool = False
+        self,
+        shape: tuple[int, int],
+        axes: tuple[str | None, str | None],
+        *,
+        bias: bool = False,
+        residual: bool = False,
+        dtype: FloatName | None = None,
     ) -> Linear:
-        """Returns a linear layer with a kernel of `shape`, [d_in, d_out]."""
+        """Returns a linear layer with a kernel of `shape`, [d_in, d_out], in `dtype` or else `param_dtype`."""
         return Linear(
             (self.repeats, *shape),
             ("layers", *axes),
             use_bias=bias,
             std=self.residual_std if residual else self.std,
-            param_dtype=self.param_dtype,
+            param_dtype=dtype or self.param_dtype,
             key=self._key(),
         )
 

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.abi.mesh import axes_of, map_parts
-from stack_core.ops.building import gate_product
+from stack_core.ops.building import ACTIVATIONS, gate_product
 from stack_train.nn.build import Build
-from stack_train.nn.feed_forward import Activation, Facts, Gated
+from stack_train.nn.feed_forward import Activation, Facts, Gated, Plain
+from stack_train.nn.linear import FloatName
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Rows
 
@@ -38,6 +39,7 @@ class Router:
       groups: number of groups that the experts are divided into.
       kept_groups: number of groups from which a token's experts are chosen.
       group_best: number of a group's best experts whose scores add up to the group's score.
+      dtype: dtype of the router's matrix; None uses the model's parameter dtype.
       bias_rate: step of the selection biases, which affect the choice of experts but not the weights. The forward pass
         raises the bias of an expert whose load is below the mean, and lowers the bias of one whose load is above it
         (Wang et al., 2024, arXiv:2408.15664). None uses no bias.
@@ -51,6 +53,7 @@ class Router:
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
+    dtype: FloatName | None = None
     bias_rate: float | None = None
 
 
@@ -75,15 +78,16 @@ def route(
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Mixture of experts, y = sum over a token's experts of weight * expert(x); each expert is a gated layer.
+    """Mixture of experts, y = sum over a token's experts of weight * expert(x); an expert is a `Gated` or a `Plain`.
 
     Attributes:
       router: choice of experts.
       width: hidden width of each expert.
-      activation: activation of the gate.
-      bias: adds biases to the router and to the three products of each expert.
+      gated: uses gated layers as experts and shared expert; otherwise plain layers.
+      activation: activation of the gate, or of the plain layer.
+      bias: adds biases to the router and to the products of each expert.
       limit, up_offset: options of the gated product; see `ops.gated_linear_unit`.
-      shared: hidden width of the shared expert, a gated layer for every token; 0 omits the shared expert.
+      shared: hidden width of the shared expert, a layer for every token; 0 omits the shared expert.
       shared_gate: multiplies the shared expert's output by sigmoid(x w).
       scaled_inputs: multiplies the inputs of a token's experts by their weights, instead of their outputs.
       buffer: capacity of a device's receive buffer in expert parallelism, as a multiple of the rows it sends. Excess
@@ -92,6 +96,7 @@ class Experts:
 
     router: Router
     width: int
+    gated: bool = True
     activation: Activation = "silu"
     bias: bool = False
     limit: float | None = None
@@ -111,19 +116,22 @@ class Mixture(nnx.Module):
     def __init__(self, spec: Experts, build: Build) -> None:
         router, embed, width = spec.router, build.embed, spec.width
         self.spec = spec
-        self.router = build.linear((embed, router.experts), ("embed", None), bias=spec.bias)
-        self.expert_gate = build.normal((router.experts, embed, width), ("experts", "embed", "mlp"))
-        self.expert_up = build.normal((router.experts, embed, width), ("experts", "embed", "mlp"))
+        self.router = build.linear((embed, router.experts), ("embed", None), bias=spec.bias, dtype=router.dtype)
+        wide, axes = (router.experts, embed, width), ("experts", "embed", "mlp")
+        self.expert_gate = build.normal(wide, axes) if spec.gated else None
+        self.expert_up = build.normal(wide, axes)
         self.expert_down = build.normal((router.experts, width, embed), ("experts", "mlp", "embed"), residual=True)
         # `build.full` makes vectors, and these biases have an axis for the experts.
         zeros = partial(build.normal, std=0.0)
-        self.expert_gate_bias = zeros((router.experts, width), ("experts", "mlp")) if spec.bias else None
+        self.expert_gate_bias = zeros((router.experts, width), ("experts", "mlp")) if spec.bias and spec.gated else None
         self.expert_up_bias = zeros((router.experts, width), ("experts", "mlp")) if spec.bias else None
         self.expert_down_bias = zeros((router.experts, embed), ("experts", "embed")) if spec.bias else None
         # float32, because a step of `bias_rate` is small against the bias and would round to nothing in bfloat16.
         bias = build.full(router.experts, None, 0.0, dtype="float32", trained=False)
         self.selection_bias = None if router.bias_rate is None else bias
-        self.shared = Gated(width=spec.shared, activation=spec.activation).build(build.child()) if spec.shared else None
+        gated = Gated(width=spec.shared, activation=spec.activation)
+        layer = gated if spec.gated else Plain(width=spec.shared, activation=spec.activation, bias=False)
+        self.shared = layer.build(build.child()) if spec.shared else None
         self.shared_gate = build.linear((embed, 1), ("embed", None)) if spec.shared_gate else None
 
     def __call__(self, x: Hidden, rows: Rows) -> tuple[Hidden, Facts]:
@@ -141,10 +149,11 @@ class Mixture(nnx.Module):
     def _parameters(self, dtype: Any) -> dict[str, Any]:
         """Returns parameters by the names of `_PARAMETERS`; float matrices of experts are cast to `dtype`."""
         found = {"router": self.router.kernel[...]}
-        found |= {name: read_weight(getattr(self, f"expert_{name}"), dtype) for name in ("gate", "up", "down")}
+        names = ("gate", "up", "down") if self.spec.gated else ("up", "down")
+        found |= {name: read_weight(getattr(self, f"expert_{name}"), dtype) for name in names}
         if self.router.bias is not None:
             found["router_bias"] = self.router.bias[...]
-            found |= {name: getattr(self, f"expert_{name}")[...] for name in ("gate_bias", "up_bias", "down_bias")}
+            found |= {f"{name}_bias": getattr(self, f"expert_{name}_bias")[...] for name in names}
         if self.selection_bias is not None:
             found["selection_bias"] = self.selection_bias[...]
         return found
@@ -187,7 +196,8 @@ def _mixed_part(
     weights, chosen, scores = route(logits, parameters.get("selection_bias"), spec.router)
     facts = _statistics(spec.router, logits, scores, chosen, counted.reshape(-1))
     # Gathered before the grouped products, which read complete rows of each kernel (fully sharded data parallelism).
-    parameters |= {name: _gathered(parameters[name], axis) for name, axis in (("gate", 1), ("up", 1), ("down", 2))}
+    embed_axes = {"gate": 1, "up": 1, "down": 2}
+    parameters |= {name: _gathered(parameters[name], axis) for name, axis in embed_axes.items() if name in parameters}
     weights, ones = weights.astype(x.dtype), jnp.ones(weights.shape, x.dtype)
     before, after = (weights, ones) if spec.scaled_inputs else (None, weights)
     outputs, dropped = _outputs_of_experts(spec, rows, chosen, before, parameters)
@@ -221,14 +231,14 @@ def _outputs_of_experts(
         sent = sent * weights.reshape(-1, 1)[order]
     sizes = jnp.bincount(chosen.reshape(-1), length=spec.router.experts)
     if not axis:
-        outputs, dropped = _gated(spec, sent, parameters, sizes), None
+        outputs, dropped = _apply_experts(spec, sent, parameters, sizes), None
     else:
         devices = lax.axis_size(axis)
         # No device receives more than the rows of all devices, so a larger buffer would stay empty.
         room = math.ceil(len(sent) * (devices if spec.buffer is None else min(spec.buffer, devices)))
         received = ops.exchange(sent, sizes, axis_name=axis, out_rows=room)
         own_sizes, cut = ops.received_sizes(sizes, axis_name=axis, out_rows=room)
-        outputs = _gated(spec, received, parameters, own_sizes)
+        outputs = _apply_experts(spec, received, parameters, own_sizes)
         outputs = ops.exchange(outputs, sizes, axis_name=axis, out_rows=len(sent), kind="return")
         dropped = _mean_of_devices(cut.astype(jnp.float32)) / len(sent)
     # A scatter inverts the permutation without a second sort.
@@ -248,7 +258,7 @@ def _local_expert_outputs(
 
     A step of an engine has few tokens. Every device has them, so the sum over the devices is the only communication.
     """
-    count, active = parameters["gate"].shape[0], chosen.shape[-1]
+    count, active = parameters["down"].shape[0], chosen.shape[-1]
     own = chosen.reshape(-1) - lax.axis_index(axes_of("experts")) * count
     # Rows of other experts come after all groups, where products are zeros.
     groups = jnp.where((own >= 0) & (own < count), own, count)
@@ -256,12 +266,12 @@ def _local_expert_outputs(
     sent = rows[order // active]
     if weights is not None:
         sent = sent * weights.reshape(-1, 1)[order]
-    outputs = _gated(spec, sent, parameters, jnp.bincount(groups, length=count + 1)[:count])
+    outputs = _apply_experts(spec, sent, parameters, jnp.bincount(groups, length=count + 1)[:count])
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     return outputs[places].reshape(*chosen.shape, -1)
 
 
-def _gated(spec: Experts, x: jax.Array, parameters: Mapping[str, Any], sizes: jax.Array) -> jax.Array:
+def _apply_experts(spec: Experts, x: jax.Array, parameters: Mapping[str, Any], sizes: jax.Array) -> jax.Array:
     """Applies each expert to its group of rows."""
 
     def product(x: jax.Array, name: str, share: jax.Array | None = None) -> jax.Array:
@@ -272,17 +282,19 @@ def _gated(spec: Experts, x: jax.Array, parameters: Mapping[str, Any], sizes: ja
             x, parameters[name], sizes, bias=bias if share is None else bias * share.astype(bias.dtype)
         )
 
-    gate, up = product(x, "gate"), product(x, "up")
-    gated = gate_product(
-        gate.astype(jnp.float32),
-        up.astype(jnp.float32),
-        activation=spec.activation,
-        limit=spec.limit,
-        up_offset=spec.up_offset,
-    )
+    if spec.gated:
+        hidden = gate_product(
+            product(x, "gate").astype(jnp.float32),
+            product(x, "up").astype(jnp.float32),
+            activation=spec.activation,
+            limit=spec.limit,
+            up_offset=spec.up_offset,
+        )
+    else:
+        hidden = ACTIVATIONS[spec.activation](product(x, "up").astype(jnp.float32))
     axes = axes_of("mlp")  # the products are summed over these devices, so only the first one adds the bias
     first = (lax.axis_index(axes) == 0).astype(jnp.float32) if axes else None
-    return product(gated.astype(x.dtype), "down", first)
+    return product(hidden.astype(x.dtype), "down", first)
 
 
 def _statistics(router: Router, logits: jax.Array, scores: jax.Array, chosen: jax.Array, counted: jax.Array) -> Facts:

@@ -16,7 +16,7 @@ from stack_train.nn.stack import named
 
 __all__ = ["Activation", "Facts", "FeedForward", "Gated", "Plain", "TokenLayer"]
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"]
 Facts = dict[str, jax.Array]
 """Statistics of a layer's forward pass by name, in addition to its output."""
 

@@ -17,6 +17,7 @@ from stack_serve.llm.config import EngineConfig, SpeculationConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.speculation import Speculation
 from stack_train.generation.generative import generative_checkpoint
+from stack_train.vision.pixtral_tower import PixtralTowerConfig
 from stack_train.vision.qwen_tower import QwenTowerConfig
 from stack_train.vision.siglip import SiglipConfig
 
@@ -84,6 +85,8 @@ FAMILIES = {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
         "temperature_rate": 0.3,
     },
+    "pixtral": {"vision": PixtralTowerConfig(embed=16, heads=2, mlp=18, layers=2, patch=3)},
+    "mistral3": {"window": 9, "vision": PixtralTowerConfig(embed=16, heads=2, mlp=18, layers=2, patch=3)},
     "qwen3_5": {
         "period": 3,
         "key_heads": 2,

@@ -146,7 +146,7 @@ def test_sizes_are_those_of_transformers() -> None:
         image = Image.new("RGB", (width, height))
         grid = processor(images=[image])["image_grid_thw"][0]
         if grid[1] * grid[2] <= 48:  # others are refused
-            found = reader()._grid((width, height))
+            found = reader().grid(height, width)
             assert [MERGE * each for each in found] == grid[1:].tolist(), (height, width)
 
 

@@ -1,7 +1,5 @@
 """Language models in larger models of transformers: read out of them, with equal logits of text."""
 
-from functools import partial
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,13 +26,6 @@ TEXT = {
 }
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOKENS = np.random.default_rng(0).integers(0, 90, (2, 24))
-
-
-def of_ministral3():
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
-    given = {**TEXT, "rope_parameters": rope | {"llama_4_scaling_beta": 0.3}}
-    del given["rope_scaling"]
-    return of_mistral3(tied=False, text=transformers.Ministral3Config(**given))
 
 
 def of_llama4():
@@ -69,24 +60,9 @@ def of_qwen3_5():
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
-def of_mistral3(*, tied, text=None):
-    text = text or transformers.MistralConfig(**TEXT, sliding_window=None, tie_word_embeddings=False)
-    vision = transformers.PixtralVisionConfig(**VISION, head_dim=8, image_size=28, patch_size=14)
-    config = transformers.Mistral3Config(
-        text_config=text, vision_config=vision, image_token_index=96, tie_word_embeddings=False
-    )
-    return transformers.Mistral3ForConditionalGeneration(config)
-
-
-TOWER = {"vision_tower", "multi_modal_projector"}
-
-
 @pytest.mark.parametrize(
     ("family", "make", "left_out"),
     [
-        ("mistral", partial(of_mistral3, tied=False), TOWER),
-        ("mistral", partial(of_mistral3, tied=True), TOWER),
-        ("ministral3", of_ministral3, TOWER),
         ("qwen3_5", of_qwen3_5, {"visual"}),
         ("gemma4", of_gemma4, {"vision_tower", "embed_vision", "audio_tower", "embed_audio"}),
         ("llama4", of_llama4, {"vision_model", "multi_modal_projector"}),

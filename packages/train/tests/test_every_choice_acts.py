@@ -24,7 +24,10 @@ ELSEWHERE = {
     "expert_buffer": "acts on a mesh that splits experts",
     "start_token": "data and generation begin targets with it (test_pairs, test_source_texts)",
     "image_begin": "the reader of images writes it (test_gemma3_vision)",
-    "image_end": "the reader of images writes it (test_gemma3_vision)",
+    "image_end": "the reader of images writes it (test_gemma3_vision, test_pixtral)",
+    "image_break": "the reader of images writes it (test_pixtral)",
+    "longest_edge": "the reader of images scales by it (test_pixtral)",
+    "resample": "the reader of images scales by it (parity's test_pixtral)",
     "min_pixels": "the reader of images scales by it (test_grid_images)",
     "max_pixels": "the reader of images scales by it (test_grid_images)",
 }
@@ -32,6 +35,7 @@ ELSEWHERE = {
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
 TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "image_size": 28, "patch": 7}
+PIXTRAL_TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "patch": 3}
 GRID_TOWER = {"embed": 16, "mlp": 24, "layers": 3, "heads": 2, "patch": 3, "position_side": 3, "deepstack": (0,)}
 EXPERTS = {"experts": 4, "active_experts": 2, "expert_mlp": 16}
 MAMBA = {
@@ -42,6 +46,15 @@ MAMBA = {
     "mamba_groups": 2,
     "mamba_state": 5,
     "mamba_kernel": 3,
+}
+PIXTRAL = {
+    "layers": 2,
+    "head_dim": 8,
+    "window": 5,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
+    "temperature_rate": 0.3,
+    "vision": PIXTRAL_TOWER,
+    "image_token": 7,
 }
 FAMILIES = {
     "llama": {"layers": 2},
@@ -82,6 +95,8 @@ FAMILIES = {
         "per_layer_input": 6,
         "logit_softcap": 3.0,
     },
+    "pixtral": PIXTRAL,
+    "mistral3": PIXTRAL,
     "gemma2": {"layers": 4, "head_dim": 8, "window": 5, "query_scalar": 9},
     "olmo2": {"layers": 2},
     "gpt_oss": {"layers": 4, "head_dim": 8, "window": 5, "experts": 4, "active_experts": 2},
@@ -215,6 +230,7 @@ VALUES = {
     "vision": {
         "gemma3_vision": {**TOWER, "mlp": 32},
         **{name: {**GRID_TOWER, "mlp": 32} for name in ("qwen3_vl", "qwen3_vl_moe")},
+        **{name: {**PIXTRAL_TOWER, "mlp": 32} for name in ("pixtral", "mistral3")},
     },
     "rope_sections": (1, 2, 1),
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stack_core.abi.errors import ChatTemplateError, DataError
-from stack_core.text.images import ReadImage, expand_images, place_images, read_images
+from stack_core.text.images import ImageSize, ReadImage, expand_images, image_places, place_images, read_images
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class Letters:
     """A reader of "images" with a token per byte, which are decoded one file at a time."""
 
     decoded: list[bytes]
+    has_breaks: bool = False
     placeholder = "<i>"
     token = 7
     sizes = (4,)
@@ -22,13 +23,16 @@ class Letters:
     def shape(self, tokens: int) -> tuple[int, ...]:
         return (tokens,)
 
-    def expansion(self, tokens: int) -> str:
-        return "x" * tokens
+    def expansion(self, size: ImageSize) -> str:
+        return "x" * size.tokens
 
     def count_tokens(self, data: bytes) -> int:
         if data == b"?":
             raise DataError("No image.")
         return len(data)
+
+    def measure(self, data: bytes) -> ImageSize:
+        return ImageSize(self.count_tokens(data))
 
     def read(self, data: bytes) -> ReadImage:
         self.decoded.append(data)
@@ -51,7 +55,7 @@ def test_images_are_counted_before_the_first_is_decoded() -> None:
 def test_images_have_the_places_of_their_tokens() -> None:
     reader = Letters([])
     images = read_images(reader, [b"abc", b"de"], max_tokens=6)
-    assert expand_images("a <i> b <i>", reader, [3, 2]) == "a xxx b xx"
+    assert expand_images("a <i> b <i>", reader, [image.size for image in images]) == "a xxx b xx"
     found = place_images([1, 7, 7, 7, 2, 7, 7], reader, images)
     assert [(image.start, image.tokens) for image in found] == [(1, 3), (5, 2)]
     assert found[0].digest != found[1].digest
@@ -61,3 +65,17 @@ def test_images_have_the_places_of_their_tokens() -> None:
     ]
     with pytest.raises(ChatTemplateError, match=r"runs of \[2, 1\]; expected runs of \[3, 2\]"):
         place_images([7, 7, 1, 7], reader, images)
+
+
+def test_rows_of_an_image_are_divided_by_breaks() -> None:
+    reader = Letters([], has_breaks=True)
+    images = [ReadImage(np.zeros(6), 6, (3, 2)), ReadImage(np.zeros(3), 3, (1, 3))]
+    tokens = [1, 7, 7, 2, 7, 7, 2, 7, 7, 3, 7, 7, 7, 3]
+    found = place_images(tokens, reader, images)
+    assert [(image.start, image.end, image.has_breaks) for image in found] == [(1, 9, True), (10, 13, True)]
+    assert [image_places(image).tolist() for image in found] == [[1, 2, 4, 5, 7, 8], [10, 11, 12]]
+    with pytest.raises(ChatTemplateError, match="with one token between the rows of an image"):
+        place_images([*tokens[:4], 4, *tokens[4:]], reader, images)
+    with pytest.raises(ChatTemplateError, match=r"runs of \[2, 2, 2, 3\]; expected runs of \[3, 3, 3\], with"):
+        place_images(tokens, reader, [ReadImage(np.zeros(6), 6, (2, 3)), images[1]])
+    assert place_images([1, 2], reader, []) == ()

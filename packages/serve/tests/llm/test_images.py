@@ -9,8 +9,8 @@ from stack_serve.llm.images import FeatureRows, images_of_rows, step_images
 from stack_serve.llm.sequence import Sequence
 
 
-def image(name, tokens, start=0, grid=None):
-    return PromptImage(start, tokens, None, name.encode(), grid)
+def image(name, tokens, start=0, grid=None, has_breaks=False):
+    return PromptImage(start, tokens, None, name.encode(), grid, has_breaks)
 
 
 def row(images, start, tokens):
@@ -70,4 +70,22 @@ def test_positions_follow_grids():
     assert sequence.image_boundary(4) == 4
     sequence.images = (image("c", 6, start=2),)
     assert [sequence.image_boundary(end) for end in (2, 4, 8)] == [2, 2, 8]
+    assert sequence.position_shift(20) == 0
+
+
+def test_breaks_between_rows_are_text():
+    breaks = {"has_breaks": True}
+    images = (image("a", 6, start=1, grid=(3, 2), **breaks), image("b", 2, start=10, grid=(1, 2), **breaks))
+    rows = FeatureRows(8)
+    rows.assign(images)
+    a, b = rows[images[0]].tolist(), rows[images[1]].tolist()
+    whole = [-1, *a[:2], -1, *a[2:4], -1, *a[4:], -1, *b, -1]
+    for start in range(len(whole)):
+        step = [row(images, start, len(whole) - start)]
+        found = step_images(step, rows)
+        assert found.rows.tolist() == whole[start:]
+        assert found.positions[:, 0].tolist() == list(range(start, len(whole)))
+        assert len(images_of_rows(step)) == (start < 9) + (start < 12)
+    fields = {"id": 0, "request_id": "", "index": 0, "tokens": [], "prompt_tokens": 0, "max_total_tokens": 99}
+    sequence = Sequence(**fields, priority=0, arrival=0, images=images)
     assert sequence.position_shift(20) == 0

@@ -9,7 +9,7 @@ import pytest
 from stack_core.abi.caches import Recurrent
 from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.generation import GenerationRequest, PromptImage, SamplingParams
-from stack_core.text.images import ReadImage
+from stack_core.text.images import ImageSize, ReadImage
 from stack_serve.llm.cache import empty_layers
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, SpeculationConfig
 from stack_serve.llm.draft_model import check_vocabulary
@@ -57,6 +57,7 @@ class Reader:
     """Shapes of images of up to 6 tokens."""
 
     has_grids: bool
+    has_breaks: bool = False
     placeholder = "<image>"
     token = 1
     sizes = (2, 6)
@@ -64,7 +65,10 @@ class Reader:
     def shape(self, tokens: int) -> tuple[int, ...]:
         return (tokens, 3)
 
-    def expansion(self, tokens: int) -> str:
+    def expansion(self, size: ImageSize) -> str:
+        raise NotImplementedError
+
+    def measure(self, data: bytes) -> ImageSize:
         raise NotImplementedError
 
     def count_tokens(self, data: bytes) -> int:
@@ -88,6 +92,7 @@ class Reader:
         (True, {"pixels": np.zeros((5, 3), np.uint8)}, r"shape \(5, 3\); expected uint8 and \(6, 3\)"),
         (True, {"pixels": np.zeros((6, 3), np.float32)}, "dtype float32 and shape"),
         (True, {"pixels": None}, "dtype None and shape None"),
+        (True, {"has_breaks": True}, r"has has_breaks=True; expected False\. Place it with place_images"),
     ],
 )
 def test_images_that_would_fail_in_the_engine_are_refused(has_grids: bool, changes: dict[str, Any], says: str) -> None:

@@ -14,7 +14,9 @@ from stack_core.abi.errors import ChatTemplateError, ConfigError, DataError
 from stack_train.data.kinds.image_chat import ImageChatData
 from stack_train.models.gemma3_vision import Gemma3VisionConfig
 from stack_train.models.llama import LlamaConfig
+from stack_train.models.mistral3 import Mistral3Config
 from stack_train.models.qwen3_vl import Qwen3VLConfig
+from stack_train.vision.pixtral_tower import PixtralTowerConfig
 from stack_train.vision.qwen_tower import QwenTowerConfig
 from stack_train.vision.siglip import SiglipConfig
 
@@ -125,6 +127,32 @@ def test_images_with_grids_are_packed(tmp_path):
         config.build(seed=0, model=model)
 
 
+def test_rows_of_images_end_with_text(tmp_path):
+    vision = PixtralTowerConfig(embed=8, heads=2, patch=2)
+    own = {"image_token": 2, "image_break": "<soft>", "image_end": "</image>", "longest_edge": 8, "vision": vision}
+    model = Mistral3Config(vocab_size=10, embed=8, heads=2, **own)
+    config = data(tmp_path, chat("red.png", "blue.png", answer="red"), row_images=3)
+    (tmp_path / "red.png").write_bytes(png((255, 0, 0), (8, 8)))
+    (tmp_path / "blue.png").write_bytes(png((0, 0, 255), (12, 4)))
+    config.check(model)
+    found = config.build(seed=0, model=model)
+    batch = found.train_batch(np.array([0]))
+    assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
+        name: (struct.shape, struct.dtype) for name, struct in config.spec(model).items()
+    }
+    assert batch["grids"].tolist() == [[[2, 2], [1, 2], [0, 0]]]
+    tokens = batch["tokens"][0].tolist()
+    runs = "".join("i" if token == 2 else "." for token in tokens).strip(".")
+    assert runs == "ii.ii.ii"
+    red, blue = batch["pixels"][0, :16].reshape(16, 3, 4), batch["pixels"][0, 16:24].reshape(8, 3, 4)
+    assert (red.transpose(0, 2, 1) == (255, 0, 0)).all() and (blue.transpose(0, 2, 1) == (0, 0, 255)).all()
+    assert not batch["pixels"][0, 24:].any()
+    # As many tokens, in another number of rows.
+    (tmp_path / "blue.png").write_bytes(png((0, 0, 255), (4, 12)))
+    with pytest.raises(DataError, match=r"blue\.png: The image has 2 tokens in 2 rows, and had 2 in 1 rows when"):
+        found.train_batch(np.array([0]))
+
+
 def test_rows_have_at_most_row_images(tmp_path):
     found = batches(data(tmp_path, *[chat("red.png")] * 2, chat(), seq_tokens=40))
     assert found.train_rows == 2
@@ -152,7 +180,7 @@ def test_bad_images_are_named(tmp_path):
 
 def test_models_need_a_tower_and_its_tokens(tmp_path):
     found = data(tmp_path, chat())
-    with pytest.raises(ConfigError, match="not for family 'llama'; use gemma3_vision, qwen3_vl or qwen3_vl_moe"):
+    with pytest.raises(ConfigError, match="not for family 'llama'; use gemma3_vision, mistral3, pixtral, qwen3_vl or"):
         found.check(LlamaConfig())
     with pytest.raises(ConfigError, match=r"Set model\.image_token, model\.image_begin, model\.image_end"):
         found.check(Gemma3VisionConfig())

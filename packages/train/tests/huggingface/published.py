@@ -71,6 +71,7 @@ SMALL_GRID_VISION = {"hidden_size": 16, "intermediate_size": 20, "depth": 3, "nu
     "num_position_embeddings": 9,
     "deepstack_visual_indexes": [0, 1],
 }
+SMALL_PIXTRAL = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -92,6 +93,8 @@ def small_config(name: str) -> dict[str, Any]:
     if whole["model_type"] == "qwen3_vl":
         whole["vision_config"] |= SMALL_GRID_VISION
         config["rope_scaling"]["mrope_section"] = [2, 1, 1]
+    if whole["model_type"] == "mistral3":
+        whole["vision_config"] |= {**SMALL_PIXTRAL, "head_dim": 8}
     for key in ("num_experts_per_tok", "experts_per_token"):
         if key in config:
             config[key] = 2
@@ -127,7 +130,22 @@ def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
         shapes |= _tower(config["vision_config"])
         shapes["multi_modal_projector.mm_input_projection_weight"] = (config["vision_config"]["hidden_size"], embed)
         shapes["multi_modal_projector.mm_soft_emb_norm.weight"] = (config["vision_config"]["hidden_size"],)
+    if config["model_type"] == "mistral3":
+        shapes |= _pixtral(config["vision_config"], config["spatial_merge_size"], embed)
     return shapes
+
+
+def _pixtral(config: dict[str, Any], merge: int, width: int) -> Shapes:
+    embed, mlp, patch = (config[name] for name in ("hidden_size", "intermediate_size", "patch_size"))
+    shapes: Shapes = {"patch_conv.weight": (embed, 3, patch, patch), "ln_pre.weight": (embed,)}
+    for number in range(config["num_hidden_layers"]):
+        layer = {f"attention.{name}_proj.weight": (embed, embed) for name in "qkvo"}
+        layer |= {f"{name}_norm.weight": (embed,) for name in ("attention", "ffn")} | _gated("feed_forward", embed, mlp)
+        shapes |= {f"transformer.layers.{number}.{name}": shape for name, shape in layer.items()}
+    pairs = {"norm": (embed,), "patch_merger.merging_layer": (embed, embed * merge**2)}
+    pairs |= {"linear_1": (width, embed), "linear_2": (width, width)}
+    tower = {f"vision_tower.{name}": shape for name, shape in shapes.items()}
+    return {**tower, **{f"multi_modal_projector.{name}.weight": shape for name, shape in pairs.items()}}
 
 
 def _bert(config: dict[str, Any], embed: int) -> Shapes:
@@ -384,10 +402,6 @@ def small_checkpoint(name: str, directory: Path, *, files: int = 3) -> dict[str,
         tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"]
     coded = _coded(tensors, config.get("quantization_config"))
     beside = {}
-    if config["model_type"] == "mistral3":
-        beside = {"vision_tower.vision_model.post_layernorm.weight": np.ones(6, ml_dtypes.bfloat16)}
-        beside |= {"multi_modal_projector.mm_input_projection_weight": np.ones((6, 32), ml_dtypes.bfloat16)}
-        beside |= {"vision_tower.vision_model.post_layernorm.bias": np.ones(6, ml_dtypes.bfloat16)}
     if config["model_type"] == "modernbert":
         beside = {"head.norm.weight": np.ones(32, ml_dtypes.bfloat16), "decoder.bias": np.ones(53, ml_dtypes.bfloat16)}
     _write(directory, config, {**coded, **beside}, files)

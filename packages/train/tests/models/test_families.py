@@ -140,6 +140,18 @@ FAMILIES = {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
         "temperature_rate": 0.3,
     },
+    "pixtral": {
+        "layers": 2,
+        "head_dim": 8,
+        "image_token": 60,
+        "vision": {"embed": 16, "heads": 2, "mlp": 18, "layers": 2, "patch": 3},
+    },
+    "mistral3": {
+        "layers": 2,
+        "head_dim": 8,
+        "image_token": 60,
+        "vision": {"embed": 16, "heads": 2, "mlp": 18, "layers": 2, "patch": 3},
+    },
     "qwen3_5": {
         "layers": 3,
         "period": 2,

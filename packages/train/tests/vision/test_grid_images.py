@@ -7,6 +7,7 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from stack_core.abi.errors import DataError
+from stack_core.text.images import ImageSize
 from stack_train.vision.grid_images import GridImages, scaled_size
 from stack_train.vision.square_images import SquareImages
 
@@ -38,6 +39,7 @@ def test_sizes_are_multiples_within_the_bounds(size, expected):
     image = READER.read(data)
     assert image.grid == (expected[0] // 6, expected[1] // 6)
     assert READER.count_tokens(data) == image.tokens == image.grid[0] * image.grid[1]
+    assert READER.measure(data).tokens == image.tokens
     assert image.pixels.shape == READER.shape(image.tokens)
 
 
@@ -88,4 +90,4 @@ def test_padded_sizes_double():
     published = GridImages("", 0, patch=16, merge=2, channels=3, min_pixels=65_536, max_pixels=16_777_216)
     assert published.sizes == tuple(64 * 2**power for power in range(9))
     assert published.shape(64) == (256, 768)
-    assert READER.expansion(3) == "<pad><pad><pad>"
+    assert READER.expansion(ImageSize(3)) == "<pad><pad><pad>"

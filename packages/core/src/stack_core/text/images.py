@@ -14,10 +14,12 @@ from stack_core.abi.generation import PromptImage
 
 __all__ = [
     "ImageReader",
+    "ImageSize",
     "ReadImage",
     "ReadsImages",
     "data_of_url",
     "expand_images",
+    "image_places",
     "image_reader_of",
     "place_images",
     "read_images",
@@ -29,18 +31,36 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
+class ImageSize:
+    """The size of an image in tokens.
+
+    Attributes:
+      tokens: number of image tokens.
+      grid: rows and columns of these tokens; may be None if the text of the prompt does not depend on them.
+    """
+
+    tokens: int
+    grid: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class ReadImage:
     """A decoded and scaled image.
 
     Attributes:
       pixels: uint8 array, input of the model's `image_features`; see `ImageReader.shape`.
       tokens: number of image tokens.
-      grid: rows and columns of these tokens, for a model with positions in two directions; otherwise None.
+      grid: rows and columns of these tokens; None if images have one size.
     """
 
     pixels: np.ndarray
     tokens: int
     grid: tuple[int, int] | None = None
+
+    @property
+    def size(self) -> ImageSize:
+        """Size in tokens."""
+        return ImageSize(self.tokens, self.grid)
 
 
 @runtime_checkable
@@ -53,6 +73,8 @@ class ImageReader(Protocol):
       sizes: padded numbers of tokens, ascending, which limit the number of compiled shapes. The last is the maximum.
       has_grids: True if images have a grid, and their tokens attend to earlier tokens only. False if images have one
         size, and their tokens also attend to the rest of the image.
+      has_breaks: True if a token of text follows each row of the grid. Without such tokens, images with a grid have
+        positions in two directions.
     """
 
     @property
@@ -67,16 +89,27 @@ class ImageReader(Protocol):
     @property
     def has_grids(self) -> bool: ...
 
+    @property
+    def has_breaks(self) -> bool: ...
+
     def shape(self, tokens: int) -> tuple[int, ...]:
         """Returns the shape of the pixels for a number of tokens; padding extends the first axis."""
         ...
 
-    def expansion(self, tokens: int) -> str:
-        """Returns the replacement of the placeholder, with `tokens` adjacent image tokens."""
+    def expansion(self, size: ImageSize) -> str:
+        """Returns the replacement of the placeholder, whose image tokens are adjacent except for the breaks of rows."""
         ...
 
     def count_tokens(self, data: bytes) -> int:
         """Counts the tokens of an image file without decoding its pixels.
+
+        Raises:
+          DataError: see `read`.
+        """
+        ...
+
+    def measure(self, data: bytes) -> ImageSize:
+        """Returns the size that `expansion` needs; decodes the pixels only if the grid is needed and not in the header.
 
         Raises:
           DataError: see `read`.
@@ -182,24 +215,24 @@ def data_of_url(url: str) -> bytes:
         raise GenerationError(f"The data URL is not valid base64: {error}.") from error
 
 
-def expand_images(text: str, reader: ImageReader, tokens: Sequence[int]) -> str:
+def expand_images(text: str, reader: ImageReader, sizes: Sequence[ImageSize]) -> str:
     """Replaces the placeholders of a rendered prompt by the tokens of its images.
 
     Args:
-      tokens: number of tokens of each image.
+      sizes: size of each image.
 
     Raises:
       ChatTemplateError: the number of placeholders is not the number of images, because the template omits images or
         a text contains the placeholder.
     """
     first, *rest = text.split(reader.placeholder)
-    if len(rest) != len(tokens):
+    if len(rest) != len(sizes):
         raise ChatTemplateError(
-            f"The prompt has {len(rest)} times {reader.placeholder!r}, which stands for an image, and {len(tokens)} "
+            f"The prompt has {len(rest)} times {reader.placeholder!r}, which stands for an image, and {len(sizes)} "
             "images. Leave it out of texts, and use a chat template that writes it for each image part.",
             parameter="messages",
         )
-    return first + "".join(reader.expansion(count) + text for count, text in zip(tokens, rest, strict=True))
+    return first + "".join(reader.expansion(size) + text for size, text in zip(sizes, rest, strict=True))
 
 
 def read_images(reader: ImageReader, files: Sequence[bytes], max_tokens: int) -> list[ReadImage]:
@@ -241,22 +274,40 @@ def place_images(tokens: Sequence[int], reader: ImageReader, images: Sequence[Re
       images: images as returned by `ImageReader.read`.
 
     Raises:
-      ChatTemplateError: the prompt does not have the image tokens of each image in a row.
+      ChatTemplateError: the prompt does not have the image tokens of each image in a row, or in rows of its grid with
+        one token of text between them.
     """
     array = np.asarray(tokens)
     is_image = np.concatenate([[False], array == reader.token, [False]])
     starts, ends = np.flatnonzero(is_image[1:] & ~is_image[:-1]), np.flatnonzero(~is_image[1:] & is_image[:-1])
-    expected = [image.tokens for image in images]
-    if (ends - starts).tolist() != expected:
-        raise ChatTemplateError(
-            f"The prompt has image tokens in runs of {(ends - starts).tolist()}; expected runs of {expected}. Leave "
-            "the names of image tokens out of texts.",
-            parameter="messages",
+    runs_of = [_runs_of(image, reader.has_breaks) for image in images]
+    found, expected = (ends - starts).tolist(), [run for runs in runs_of for run in runs]
+    if found == expected:
+        firsts = np.cumsum([0, *map(len, runs_of)])[: len(images)]
+        placed = tuple(
+            PromptImage(start, image.tokens, image.pixels, _digest(image), image.grid, reader.has_breaks)
+            for start, image in zip(starts[firsts].tolist(), images, strict=True)
         )
-    return tuple(
-        PromptImage(int(start), image.tokens, image.pixels, _digest(image), image.grid)
-        for start, image in zip(starts, images, strict=True)
+        if array[np.concatenate([[], *map(image_places, placed)]).astype(int)].tolist() == [reader.token] * sum(found):
+            return placed
+    between = ", with one token between the rows of an image" if reader.has_breaks else ""
+    raise ChatTemplateError(
+        f"The prompt has image tokens in runs of {found}; expected runs of {expected}{between}. Leave the names of "
+        "image tokens out of texts.",
+        parameter="messages",
     )
+
+
+def _runs_of(image: ReadImage, has_breaks: bool) -> list[int]:
+    """Returns the numbers of adjacent image tokens."""
+    return [image.grid[1]] * image.grid[0] if has_breaks and image.grid is not None else [image.tokens]
+
+
+def image_places(image: PromptImage) -> np.ndarray:
+    """Returns the places of the tokens of an image in its prompt, int[tokens]."""
+    number = np.arange(image.tokens)
+    breaks = number // image.grid[1] if image.has_breaks and image.grid is not None else 0
+    return image.start + number + breaks
 
 
 def _digest(image: ReadImage) -> bytes:

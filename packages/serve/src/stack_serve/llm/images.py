@@ -10,7 +10,7 @@ import numpy as np
 
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
-from stack_core.text.images import ImageReader
+from stack_core.text.images import ImageReader, image_places
 
 __all__ = [
     "FeatureRows",
@@ -32,7 +32,7 @@ class StepImages:
     Attributes:
       rows: int32[tokens], row of the feature pool of each token of the step; -1 for text.
       ahead: int32[tokens], see `ImageTokens`.
-      positions: int32[tokens, 3], see `ImageTokens`; used if images have a grid.
+      positions: int32[tokens, 3], see `ImageTokens`; used if images have a grid without breaks.
     """
 
     rows: np.ndarray
@@ -91,7 +91,7 @@ def images_of_rows(rows: Iterable[Any]) -> list[PromptImage]:
 
 def images_between(images: Iterable[PromptImage], start: int, end: int) -> list[PromptImage]:
     """Returns the images that have tokens in the places `start` to `end`, which excludes `end`."""
-    return [image for image in images if image.start < end and start < image.start + image.tokens]
+    return [image for image in images if image.start < end and start < image.end]
 
 
 def count_feature_rows(reader: ImageReader, step_tokens: int) -> int:
@@ -110,11 +110,10 @@ def step_images(rows: Sequence[Any], features: FeatureRows) -> StepImages:
     for row in rows:
         places, ahead = np.full(row.tokens, -1, np.int32), np.zeros(row.tokens, np.int32)
         for image in images_between(row.sequence.images, row.start, row.start + row.tokens):
-            inside = slice(max(image.start - row.start, 0), min(image.start + image.tokens - row.start, row.tokens))
-            first = row.start + inside.start - image.start
-            count = inside.stop - inside.start
-            places[inside] = features[image][first : first + count]
-            ahead[inside] = image.tokens - 1 - first - np.arange(count)
+            inside = image_places(image) - row.start
+            numbers = np.flatnonzero((inside >= 0) & (inside < row.tokens))
+            places[inside[numbers]] = features[image][numbers]
+            ahead[inside[numbers]] = image.tokens - 1 - numbers
         parts.append((places, ahead, _positions(row.sequence.images, row.start, row.tokens)))
     return StepImages(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -124,7 +123,7 @@ def _positions(images: Iterable[PromptImage], start: int, tokens: int) -> np.nda
     places = np.arange(start, start + tokens)
     found = np.repeat(places[:, None], 3, axis=1)
     for image in images:
-        if image.grid is not None:
+        if image.grid is not None and not image.has_breaks:
             offset = places - image.start
             inside = (offset >= 0) & (offset < image.tokens)
             row, column = np.divmod(offset[inside], image.grid[1])

@@ -375,7 +375,7 @@ class LLM:
             messages, files = take_images(prompt)
             text = self._template.render(messages, variables=variables)
             images = read_images(reader, files, self._engine.limits.max_tokens)
-            text = expand_images(text, reader, [image.tokens for image in images])
+            text = expand_images(text, reader, [image.size for image in images])
         # Chat templates write special tokens such as the beginning of the sequence themselves.
         tokens = tuple(self._checkpoint.tokenizer.encode(text, add_special_tokens=False))
         return tokens, text, () if reader is None else place_images(tokens, reader, images)

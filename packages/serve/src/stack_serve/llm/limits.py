@@ -181,7 +181,7 @@ class Limits:
             assert self.image_reader is not None
             if problem := _image_problem(self.image_reader, image, begin, end):
                 raise GenerationError(f"Image {number + 1} of {len(request.images)} {problem}", parameter="images")
-            begin = image.start + image.tokens
+            begin = image.end
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         self._check_count("n", sampling.n, _MOST_CONTINUATIONS, "continuations")
@@ -220,17 +220,12 @@ class Limits:
 
 def _image_problem(reader: ImageReader, image: PromptImage, begin: int, end: int) -> str | None:
     """Returns the problem of an image, whose tokens are expected between two places of the prompt."""
-    if reader.has_grids and image.grid is None:
-        return "has no grid. Give the rows and columns of its tokens, as ImageReader.read returns them."
-    if image.grid is not None and not reader.has_grids:
-        return f"has grid={image.grid}; images of this model have one size. Leave the grid out."
-    most = reader.sizes[-1]
-    if image.grid is not None and not (min(image.grid) > 0 and math.prod(image.grid) <= most):
-        return f"has grid={image.grid}; expected 1 to {most} tokens. Read it with the model's ImageReader."
-    expected = most if image.grid is None else math.prod(image.grid)
-    if image.tokens != expected or not begin <= image.start <= end - image.tokens:
+    if problem := _grid_problem(reader, image):
+        return problem
+    expected = reader.sizes[-1] if image.grid is None else math.prod(image.grid)
+    if image.tokens != expected or image.start < begin or image.end > end:
         return (
-            f"has tokens {image.start} to {image.start + image.tokens}; expected {expected} tokens in {begin} to "
+            f"has tokens {image.start} to {image.end}; expected {expected} tokens in {begin} to "
             f"{end}, after the previous image and before the last token. Correct its place."
         )
     shape, dtype = getattr(image.pixels, "shape", None), getattr(image.pixels, "dtype", None)
@@ -239,6 +234,19 @@ def _image_problem(reader: ImageReader, image: PromptImage, begin: int, end: int
             f"has pixels of dtype {dtype} and shape {shape}; expected uint8 and {reader.shape(expected)}, as "
             "ImageReader.read returns them."
         )
+    return None
+
+
+def _grid_problem(reader: ImageReader, image: PromptImage) -> str | None:
+    if reader.has_grids and image.grid is None:
+        return "has no grid. Give the rows and columns of its tokens, as ImageReader.read returns them."
+    if image.grid is not None and not reader.has_grids:
+        return f"has grid={image.grid}; images of this model have one size. Leave the grid out."
+    if image.has_breaks != reader.has_breaks:
+        return f"has has_breaks={image.has_breaks}; expected {reader.has_breaks}. Place it with place_images."
+    most = reader.sizes[-1]
+    if image.grid is not None and not (min(image.grid) > 0 and math.prod(image.grid) <= most):
+        return f"has grid={image.grid}; expected 1 to {most} tokens. Read it with the model's ImageReader."
     return None
 
 

@@ -117,5 +117,5 @@ def extend_digests(
         # A cryptographic hash, because a collision would serve the keys of another client's prompt.
         start, end = page * page_tokens, (page + 1) * page_tokens
         contents = array("i", tokens[start:end]).tobytes()
-        contents += b"".join(each.digest for each in images if each.start < end and start < each.start + each.tokens)
+        contents += b"".join(each.digest for each in images if each.start < end and start < each.end)
         digests.append(sha256((digests[-1] if digests else first) + contents).digest())

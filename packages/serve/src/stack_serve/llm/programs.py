@@ -378,7 +378,8 @@ class Programs:
             size = self._buckets.of_prompts(tokens)
             places, more = np.full(size, -1, np.int32), np.zeros((size, *self._place_shape), np.int32)
             places[:tokens] = images.rows
-            more[:tokens] = images.positions if self._reader.has_grids else images.ahead
+            if not self._reader.has_breaks:
+                more[:tokens] = images.positions if self._reader.has_grids else images.ahead
             program = self._program(("see", size))
             self._layers, hidden, last = program(
                 self._weights, self._layers, self.slots.tokens, packed, self._features, places, more
@@ -635,7 +636,8 @@ class Programs:
     @property
     def _place_shape(self) -> tuple[int, ...]:
         """Shape of the positions of an image token, or of the number of tokens that it sees ahead."""
-        return (3,) if self._reader is not None and self._reader.has_grids else ()
+        reader = self._reader
+        return (3,) if reader is not None and reader.has_grids and not reader.has_breaks else ()
 
     def _program(self, key: Key) -> Any:
         if key not in self._compiled:
@@ -693,10 +695,13 @@ class Programs:
         return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed)
 
     def _lowered_see(self, tokens: int) -> Any:
-        padded_tokens, has_grids = self._buckets.largest_tokens, self._place_shape != ()
+        assert self._reader is not None
+        padded_tokens = self._buckets.largest_tokens
+        # Tokens of images with breaks have the positions of text, and see no later tokens.
+        name = None if self._reader.has_breaks else "positions" if self._place_shape else "ahead"
 
         def see(weights: Weights, layers: Any, known: Any, packed: Any, features: Any, rows: Any, places: Any) -> Any:
-            more = {"positions" if has_grids else "ahead": places[:, None]}
+            more = {} if name is None else {name: places[:, None]}
             images = ImageTokens(features, rows[:, None], **more)
             options: Any = {"tokens": tokens, "padded_tokens": padded_tokens, "images": images}
             return layer_by_layer(partial(self._step.prefill, **options))(weights, layers, known, packed)

@@ -45,7 +45,7 @@ class ImageInput:
         taken, files = take_images(messages, ImageLoader(self.remote, self.max_bytes).load)
         text = render(taken)
         images = read_images(self.reader, files, self.max_tokens)
-        return expand_images(text, self.reader, [image.tokens for image in images]), images
+        return expand_images(text, self.reader, [image.size for image in images]), images
 
 
 class ImageLoader:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int32, Int64
 
 from stack_core.abi.errors import ChatTemplateError, DataError
 from stack_core.text.chat_template import TEMPLATE_FIELDS, ChatTemplate
-from stack_core.text.images import ImageReader, expand_images
+from stack_core.text.images import ImageReader, ImageSize, expand_images
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 __all__ = ["Conversation", "Messages", "Tokenization", "messages_of"]
@@ -71,7 +71,7 @@ class Tokenization:
             return cls(tokenizer, None, images)
         return cls(tokenizer, ChatTemplate(source, tokenizer.special_tokens, images=images is not None), images)
 
-    def conversation(self, name: str, record: Mapping[str, Any], image_tokens: Sequence[int] = ()) -> Conversation:
+    def conversation(self, name: str, record: Mapping[str, Any], image_sizes: Sequence[ImageSize] = ()) -> Conversation:
         """Tokenizes a record with `messages`, or with `prompt` and `completion`, each a text or a list of messages.
 
         A token is supervised if any of its characters is the assistant's: " Paris" of "A: {% generation %}Paris" is one
@@ -83,7 +83,7 @@ class Tokenization:
         Args:
           name: name of the record, for messages.
           record: the record, whose image parts are `{"type": "image"}`.
-          image_tokens: number of tokens of each image.
+          image_sizes: size of each image.
 
         Raises:
           DataError: the record is malformed, or does not contain any of the assistant's tokens.
@@ -111,7 +111,7 @@ class Tokenization:
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{name}: {error}", parameter=error.parameter) from error
         if self._images is not None:
-            text, spans = _with_images(name, text, spans, self._images, image_tokens)
+            text, spans = _with_images(name, text, spans, self._images, image_sizes)
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         supervised = np.zeros(len(ids), bool)
         for begin, end in spans[first:]:
@@ -172,18 +172,18 @@ class Tokenization:
 
 
 def _with_images(
-    name: str, text: str, spans: list[Span], reader: ImageReader, tokens: Sequence[int]
+    name: str, text: str, spans: list[Span], reader: ImageReader, sizes: Sequence[ImageSize]
 ) -> tuple[str, list[Span]]:
     """Replaces the placeholders of images in a rendered conversation, and adjusts the spans.
 
     Args:
-      tokens: number of tokens of each image.
+      sizes: size of each image.
     """
     try:
-        expanded = expand_images(text, reader, tokens)
+        expanded = expand_images(text, reader, sizes)
     except ChatTemplateError as error:
         raise DataError(f"{name}: {error}") from error
-    longer = [len(reader.expansion(count)) - len(reader.placeholder) for count in tokens]
+    longer = [len(reader.expansion(size)) - len(reader.placeholder) for size in sizes]
 
     def shift(place: int) -> int:
         return place + sum(longer[: text[:place].count(reader.placeholder)])

@@ -39,6 +39,8 @@ from stack_train.huggingface.quantization import QUANTIZATION
 from stack_train.huggingface.quantized_export import LAYOUTS, PlannedTensors, quantized_tensors
 from stack_train.huggingface.source import (
     PREPROCESSOR,
+    PROCESSOR,
+    HasProcessor,
     HuggingFaceSource,
     PreprocessesImages,
     open_source,
@@ -178,6 +180,8 @@ class HuggingFaceFormat:
             copied += _copy((*EMBEDDING_FILES, _VIDEO_PREPROCESSOR), run / "huggingface", partial)
             if isinstance(family, PreprocessesImages):
                 copied += _write_json(family.preprocessor(config), partial / PREPROCESSOR)
+            if isinstance(family, HasProcessor):
+                copied += _write_json(family.processor(config), partial / PROCESSOR)
         layout = planned.section.get("format", planned.section.get("checkpoint_format"))
         dtype = f"{layout} and {config.param_dtype}" if layout else config.param_dtype
         return Conversion(directory, planned.parameters, total_bytes, dtype, copied)

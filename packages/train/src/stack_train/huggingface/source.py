@@ -31,9 +31,18 @@ from stack_train.nn.quantized import QuantizedMatrix, empty_arrays, writable_arr
 from stack_train.run.model import abstract_params
 from stack_train.safetensors_files import StoredTensor, read_tensors
 
-__all__ = ["PREPROCESSOR", "HuggingFaceSource", "PreprocessesImages", "open_source", "read_config"]
+__all__ = [
+    "PREPROCESSOR",
+    "PROCESSOR",
+    "HasProcessor",
+    "HuggingFaceSource",
+    "PreprocessesImages",
+    "open_source",
+    "read_config",
+]
 
 PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
 
 # A transposed copy of a full matrix reads a cache line for each number: 0.16 GB/s, and 2.0 GB/s in blocks of 64 rows.
 _BLOCK_ROWS = 64
@@ -64,6 +73,15 @@ class PreprocessesImages(Protocol):
     def preprocessed(self, config: Any, mapping: Mapping[str, Any]) -> Any: ...
 
     def preprocessor(self, config: Any) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class HasProcessor(Protocol):
+    """A family whose config includes settings of `processor_config.json`, such as tokens around images."""
+
+    def processed(self, config: Any, mapping: Mapping[str, Any]) -> Any: ...
+
+    def processor(self, config: Any) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -206,6 +224,8 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
         config = family.fitting(config, tensors)
     if isinstance(family, PreprocessesImages):
         config = family.preprocessed(config, _read_preprocessor(directory))
+    if isinstance(family, HasProcessor):
+        config = family.processed(config, _read_mapping(directory / PROCESSOR) or {})
     parameters = named_leaves(abstract_params(config))
     shapes = {path: leaf.shape for path, leaf in parameters.items()}
     rules = stored_rules(family.weight_rules(config), tensors, shapes)
@@ -242,7 +262,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_preprocessor(directory: Path) -> Mapping[str, Any]:
     """Returns the preprocessing of images; transformers 5 writes it to the file of the whole processor."""
-    processor = _read_mapping(directory / "processor_config.json") or {}
+    processor = _read_mapping(directory / PROCESSOR) or {}
     own = processor.get("image_processor")
     return own if isinstance(own, Mapping) else _read_mapping(directory / PREPROCESSOR) or {}
 

@@ -8,7 +8,7 @@ Source: Gemma Team, Gemma 3 Technical Report, 2025 (arXiv:2503.19786), section 2
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -23,9 +23,9 @@ from stack_core.abi.errors import ArgumentError, ConfigError, ConversionError
 from stack_core.abi.models import ImageTokens, Outputs
 from stack_train.models import gemma3
 from stack_train.models.decoder import Decoder, DecoderSpec
-from stack_train.models.family import DecoderFamily
 from stack_train.models.gemma3 import Gemma3Settings
 from stack_train.models.reader import ConfigMap, Reader
+from stack_train.models.vision_decoder import NestedFamily
 from stack_train.models.weight_map import WeightRule
 from stack_train.nn.linear import Linear
 from stack_train.nn.residual import Norm
@@ -230,41 +230,34 @@ class _ConfigMap(ConfigMap):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Family(DecoderFamily):
-    """The family's tensors: the language model's under a prefix, the tower's and the projector's."""
+class _Family(NestedFamily):
+    """The family's tensors: the language model's, the tower's and the projector's."""
 
     def build(self, config: Any, *, key: jax.Array) -> Gemma3Vision:
         return Gemma3Vision(config, self.spec(config), key=key)
 
     def weight_rules(self, config: Any) -> tuple[WeightRule, ...]:
-        text = gemma3.FAMILY.weight_rules(config)
         return (
-            *(replace(rule, tensor=f"language_model.{rule.tensor}") for rule in text),
+            *self.text_rules(config),
             WeightRule("projector/norm", f"{_PROJECTOR}mm_soft_emb_norm.weight"),
             # The only matrix that torch stores as [d_in, d_out].
             WeightRule("projector/project/kernel", f"{_PROJECTOR}mm_input_projection_weight"),
             *siglip_rules(config.vision, parameter="vision/", tensor=_TOWER),
         )
 
-    def redundant_tensors(self, config: Any) -> Mapping[str, str | None]:
-        found = super().redundant_tensors(config)
-        prefix = "language_model."
-        return {prefix + name: None if same is None else prefix + same for name, same in found.items()}
-
     def published_name(self, tensor: str) -> str:
-        """Returns the published name of a tensor in layouts that releases of transformers have written since."""
-        name = tensor.removeprefix("model.")
+        """See `NestedFamily`."""
+        name = super().published_name(tensor)
         if name.startswith("vision_tower.") and not name.startswith(_TOWER):
             return _TOWER + name.removeprefix("vision_tower.")
-        if name.startswith("language_model.") and not name.startswith(("language_model.model.", "language_model.lm_")):
-            return "language_model.model." + name.removeprefix("language_model.")
-        return f"language_model.{name}" if name.startswith("lm_head.") else name
+        return name
 
 
 FAMILY = _Family(
     name="gemma3_vision",
     config_class=Gemma3VisionConfig,
     config_map=_ConfigMap(architecture=_ARCHITECTURE, model_type="gemma3"),
+    text=gemma3.FAMILY,
     spec=gemma3.spec,
     names=gemma3.GEMMA_NAMES,
     sizes=("4B", "12B", "27B"),

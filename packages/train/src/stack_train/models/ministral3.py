@@ -19,21 +19,19 @@ from stack_train.nn.attention import Temperature
 from stack_train.nn.feed_forward import Gated
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "Ministral3Config"]
+__all__ = ["FAMILY", "Ministral3Config", "Ministral3Settings", "spec"]
 
 
 @config
-class Ministral3Config(DecoderConfig):
-    """Size and numerics of a Ministral 3; inherits the fields of `DecoderConfig`.
+class Ministral3Settings(DecoderConfig):
+    """Settings of a Ministral 3, with images or without; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      name: selects this family.
       window: size of the attention window in tokens, the query included; None attends to all tokens.
       temperature_rate: growth of queries with the logarithm of their position, in units of YaRN's pretrained context
         length; 0 leaves them unchanged.
     """
 
-    name: Literal["ministral3"] = "ministral3"
     norm_epsilon: PositiveFloat = 1e-5
     window: PositiveInt | None = None
     temperature_rate: NonNegativeFloat = 0.0
@@ -55,7 +53,18 @@ class Ministral3Config(DecoderConfig):
         return Temperature(rate=self.temperature_rate, tokens=self.rope_scaling.original_max_position_embeddings)
 
 
-def spec(config: Ministral3Config) -> DecoderSpec:
+@config
+class Ministral3Config(Ministral3Settings):
+    """Size and numerics of a Ministral 3; inherits the fields of `Ministral3Settings`.
+
+    Attributes:
+      name: selects this family.
+    """
+
+    name: Literal["ministral3"] = "ministral3"
+
+
+def spec(config: Ministral3Settings) -> DecoderSpec:
     """Returns the architecture, with identical layers."""
     attention = config.attention(window=config.window, temperature=config.temperature)
     layer = Layer(attention=attention, feed_forward=Gated(width=config.mlp))
@@ -71,7 +80,7 @@ def _read(reader: Reader) -> dict[str, Any]:
     return {**rope, "temperature_rate": (nested or {}).get("llama_4_scaling_beta") or 0.0}
 
 
-def _write(config: Ministral3Config) -> dict[str, Any]:
+def _write(config: Ministral3Settings) -> dict[str, Any]:
     rope = write_rope(config)
     scaling = rope["rope_scaling"] or {"rope_type": "default", "original_max_position_embeddings": config.max_positions}
     return {
@@ -104,7 +113,6 @@ FAMILY = DecoderFamily(
         write_others=_write,
     ),
     spec=spec,
-    published_in=("Mistral3ForConditionalGeneration",),
     sizes=("3B", "8B", "14B"),
     tested=("logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages"),
 )

@@ -52,7 +52,6 @@ FAMILY = DecoderFamily(
         fixed={"hidden_act": "silu"},
     ),
     spec=spec,
-    published_in=("Mistral3ForConditionalGeneration",),  # Small 3.1 and 3.2, 24B
     sizes=("7B", "24B"),
     tested=("logits", "greedy", "conversion", "pages", "w8a8 pages", "compiled"),
 )

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from stack_core.abi.caches import KVCache
 from stack_core.abi.config import config
-from stack_core.abi.errors import ArgumentError, ConfigError, ConversionError
-from stack_core.abi.models import ImageTokens, Outputs
-from stack_train.models.decoder import Decoder, DecoderConfig, DecoderSpec, Layer
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.models import ImageTokens
+from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.reader import ConfigMap, Reader, Setting, read_rope, write_rope
+from stack_train.models.vision_decoder import VisionConfigMap, VisionDecoder
 from stack_train.models.weight_map import WeightRule
 from stack_train.nn.axial_rope import InterleavedRope
 from stack_train.nn.feed_forward import Gated, TokenLayer
@@ -38,7 +38,7 @@ from stack_train.vision.qwen_tower import (
 )
 from stack_train.vision.reader import MODES
 
-__all__ = ["FAMILY", "Qwen3VL", "Qwen3VLConfig", "Qwen3VLSettings", "VisionConfigMap", "VisionFamily", "spec"]
+__all__ = ["FAMILY", "Qwen3VL", "Qwen3VLConfig", "Qwen3VLSettings", "QwenConfigMap", "VisionFamily", "spec"]
 
 _TOWER = "model.visual."
 
@@ -136,8 +136,12 @@ def spec(config: Any) -> DecoderSpec:
     return DecoderSpec(layers=tuple(layers), norm=Norm(epsilon=config.norm_epsilon))
 
 
-class Qwen3VL(Decoder):
-    """A `Decoder` with a tower for images."""
+class Qwen3VL(VisionDecoder):
+    """A `Decoder` with a tower for images, whose tokens have positions in two directions.
+
+    With `pixels`, positions are the places of tokens in their documents. In later calls with the same cache, they are
+    the positions after the images, which `place_packed_features` computes.
+    """
 
     def __init__(self, config: Qwen3VLSettings, spec: DecoderSpec, *, key: jax.Array) -> None:
         super().__init__(config, spec, key=key)
@@ -153,50 +157,18 @@ class Qwen3VL(Decoder):
             key=jax.random.fold_in(key, 2**31 - 1),
         )
 
-    def __call__(
-        self,
-        tokens: Int[Array, "batch seq"],
-        positions: Int[Array, "batch seq"],
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        cache: KVCache | None = None,
-        *,
-        images: ImageTokens | None = None,
-        pixels: UInt8[Array, "batch patches values"] | None = None,
-        grids: Int[Array, "batch images 2"] | None = None,
-    ) -> Outputs:
-        """Returns the normalized hidden states, see `Decoder`.
-
-        With `pixels`, positions are the places of tokens in their documents. In later calls with the same cache, they
-        are the positions after the images, which `place_packed_features` computes.
-
-        Args:
-          tokens, positions, segment_ids, cache, images: see `Decoder`.
-          pixels: patches of the images of each row, in the order of its image tokens; see `QwenTower`.
-          grids: rows and columns of tokens of each of these images, 0 for none.
-
-        Raises:
-          ArgumentError: both `pixels` and `images`, one of `pixels` and `grids`, or `image_token` is not set.
-        """
-        if (pixels is None) != (grids is None):
-            raise ArgumentError("Pixels and grids belong together; give both or none.")
-        if pixels is not None and grids is not None:
-            if images is not None:
-                raise ArgumentError("Both pixels and images were given; leave one out.")
-            if self.image_token is None:
-                raise ArgumentError("The model has no image_token. Set model.image_token to the id of that token.")
-            features = self.image_features(pixels, grids)
-            images = place_packed_features(features, tokens, positions, grids, self.image_token)
-        return super().__call__(tokens, positions, segment_ids, cache, images=images)
-
     def image_features(
         self, pixels: UInt8[Array, "batch patches values"], grids: Int[Array, "batch images 2"]
     ) -> Float[Array, "batch tokens features"]:
         """Computes the features for the embeddings of image tokens, and for the outputs of the first layers."""
         return self.vision(pixels, grids)
 
+    def place(self, features: Any, tokens: Any, positions: Any, grids: Any, image_token: int) -> ImageTokens:
+        return place_packed_features(features, tokens, positions, grids, image_token)
+
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfigMap(ConfigMap):
+class QwenConfigMap(VisionConfigMap):
     """Mapping between the config and a `config.json` with a `text_config` and a `vision_config`.
 
     Attributes:
@@ -205,44 +177,22 @@ class VisionConfigMap(ConfigMap):
 
     text: ConfigMap
 
-    def read(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
-        """Converts a `config.json` to fields of our config.
+    def text_map(self, model_type: str | None) -> ConfigMap:
+        return self.text
 
-        Raises:
-          ConversionError: the model does not support a setting, or a key is unknown; the message lists every problem.
-        """
-        outer = Reader(mapping)
-        parts = {name: outer.get(name) for name in ("text_config", "vision_config")}
-        if missing := [name for name, part in parts.items() if not isinstance(part, Mapping)]:
-            raise ConversionError(f"{self.architecture}: config.json has no {' and no '.join(missing)}.")
-        tied = outer.get("tie_word_embeddings", default=False)
-        found = self.text.read({**parts["text_config"], "tie_word_embeddings": tied})
-        vision = Reader(parts["vision_config"])
-        found["vision"] = read_qwen_tower(vision, found["embed"])
-        found["image_token"] = outer.get("image_token_id", default=151_655)
+    def read_tower(self, reader: Reader, text: Mapping[str, Any]) -> dict[str, Any]:
+        return read_qwen_tower(reader, text["embed"])
+
+    def read_outer(self, reader: Reader) -> dict[str, Any]:
         # Templates write the tokens around an image, and videos are not supported.
-        outer.get("vision_start_token_id", "vision_end_token_id", "video_token_id")
-        if problems := [*outer.problems, *outer.unread(), *vision.problems, *vision.unread()]:
-            raise ConversionError(
-                f"{self.architecture} asks in its config.json for what this model does not do: {'; '.join(problems)}."
-            )
-        return found
+        reader.get("vision_start_token_id", "vision_end_token_id", "video_token_id")
+        return {"image_token": reader.get("image_token_id", default=151_655)}
 
     def write(self, config: Any) -> dict[str, Any]:
         """Returns the `config.json` of a config."""
-        text = self.text.write(config)
-        del text["architectures"]
-        token = {} if config.image_token is None else {"image_token_id": config.image_token}
         vision = {"model_type": f"{self.model_type}_vision", **write_qwen_tower(config.vision, config.embed)}
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "text_config": text,
-            "vision_config": vision,
-            **token,
-            "tie_word_embeddings": config.tie_embeddings,
-            "torch_dtype": config.param_dtype,
-        }
+        token = {} if config.image_token is None else {"image_token_id": config.image_token}
+        return self.written(config, self.text, vision, token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +288,7 @@ def vision_family(
         write_others=write_sections,
     )
     shared: dict[str, Any] = {"name": name, "config_class": config_class, "spec": spec, **options}
-    outer = VisionConfigMap(architecture=architecture, model_type=name, text=text)
+    outer = QwenConfigMap(architecture=architecture, model_type=name, text=text)
     return VisionFamily(config_map=outer, text=DecoderFamily(config_map=text, **shared), **shared)
 
 

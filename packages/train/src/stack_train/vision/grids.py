@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from stack_core.abi.models import ImageTokens
 
-__all__ = ["PatchPlaces", "patch_places", "place_packed_features", "resample"]
+__all__ = ["PatchPlaces", "feature_rows", "patch_places", "place_packed_features", "resample"]
 
 Grids = Int[Array, "batch images 2"]
 
@@ -81,6 +81,14 @@ def resample(table: Float[Array, "rows columns embed"], places: PatchPlaces) -> 
         for column, of_column in ((low[..., 1], 1 - share[..., 1]), (high[..., 1], share[..., 1])):
             found += table[row, column] * (of_row * of_column)[..., None]
     return found
+
+
+def feature_rows(tokens: Int[Array, "batch seq"], grids: Grids, image_token: int) -> Int[Array, "batch seq"]:
+    """Returns the index of each image token among the tokens of its row's images; -1 for text and further tokens."""
+    is_image = tokens == image_token
+    number = jnp.cumsum(is_image, axis=1, dtype=jnp.int32) - 1
+    known = jnp.sum(grids[..., 0] * grids[..., 1], axis=1, keepdims=True)
+    return jnp.where(is_image & (number < known), number, -1)
 
 
 def place_packed_features(

@@ -1,13 +1,13 @@
 """Conversion of `preprocessor_config.json`, which describes the preprocessing of images of any size."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from stack_core.abi.errors import ConfigError, ConversionError
 
-__all__ = ["read_preprocessor", "write_preprocessor"]
+__all__ = ["apply_preprocessor", "is_size", "read_preprocessor", "write_preprocessor"]
 
 _BICUBIC: Final = 3  # Pillow's number
 # Keys with one supported value, which is also the default of transformers.
@@ -17,7 +17,6 @@ _FIXED: Final[Mapping[str, Any]] = {
     "do_normalize": True,
     "do_convert_rgb": True,
     "rescale_factor": 1 / 255,
-    "resample": _BICUBIC,
 }
 # Names of classes, the layout of the arrays, and where they are computed.
 _HARMLESS_KEYS: Final = """
@@ -40,19 +39,41 @@ def read_preprocessor(config: Any, mapping: Mapping[str, Any]) -> Any:
     Raises:
       ConversionError: a setting is not supported, or a key is unknown; the message lists every problem.
     """
-    given = {name: value for name, value in mapping.items() if value is not None and name not in _HARMLESS}
     tower = config.vision
     fixed = {
-        **_FIXED,
+        "resample": _BICUBIC,
         "patch_size": tower.patch,
         "merge_size": tower.merge,
         "temporal_patch_size": tower.frames,
     }
-    problems = [
+    return apply_preprocessor(config, mapping, fixed=fixed, read_fields=_pixel_bounds)
+
+
+def apply_preprocessor(
+    config: Any,
+    mapping: Mapping[str, Any],
+    *,
+    fixed: Mapping[str, Any],
+    read_fields: Callable[[dict[str, Any], Any], tuple[dict[str, Any], list[str]]],
+) -> Any:
+    """Returns a config with the preprocessing in a `preprocessor_config.json`.
+
+    Args:
+      config: a config whose field `vision` has `mean` and `std` of the channels.
+      mapping: contents of the file.
+      fixed: keys with one supported value, besides the keys of all models.
+      read_fields: function of the contents and the config that removes the keys of the model's fields from the
+        contents, and returns the fields and the problems of these keys.
+
+    Raises:
+      ConversionError: see `read_preprocessor`.
+    """
+    given = {name: value for name, value in mapping.items() if value is not None and name not in _HARMLESS}
+    tower, fixed = config.vision, {**_FIXED, **fixed}
+    changes, problems = read_fields(given, config)
+    problems += [
         f"{name}={given[name]!r}, not {value!r}" for name, value in fixed.items() if given.get(name, value) != value
     ]
-    bounds, size_problems = _pixel_bounds(given, config)
-    problems += size_problems
     mean, std = given.pop("image_mean", tower.mean), given.pop("image_std", tower.std)
     if not _is_color(mean, tower.channels):
         problems.append(f"image_mean={mean!r}, not a list of {tower.channels} numbers")
@@ -69,7 +90,7 @@ def read_preprocessor(config: Any, mapping: Mapping[str, Any]) -> Any:
             f"preprocessor_config.json asks for what the images of {config.name} do not do: {'; '.join(problems)}."
         )
     try:
-        return replace(config, vision=replace(tower, mean=tuple(mean), std=tuple(std)), **bounds)
+        return replace(config, vision=replace(tower, mean=tuple(mean), std=tuple(std)), **changes)
     except ConfigError as error:
         raise ConversionError(f"preprocessor_config.json does not fit the model: {error}") from error
 
@@ -84,10 +105,14 @@ def _pixel_bounds(mapping: dict[str, Any], config: Any) -> tuple[dict[str, Any],
         "min_pixels": mapping.pop("min_pixels", edges.get("shortest_edge", config.min_pixels)),
         "max_pixels": mapping.pop("max_pixels", edges.get("longest_edge", config.max_pixels)),
     }
-    is_wrong = {name: type(value) is not int or value < 1 for name, value in bounds.items()}
-    problems += [f"{name}={bounds[name]!r}, not a positive integer" for name in bounds if is_wrong[name]]
+    problems += [f"{name}={value!r}, not a positive integer" for name, value in bounds.items() if not is_size(value)]
     problems += [f"size with {name!r}" for name in edges if name not in ("shortest_edge", "longest_edge")]
     return bounds, problems
+
+
+def is_size(value: Any) -> bool:
+    """Returns whether a value of a file is a positive integer."""
+    return type(value) is int and value > 0
 
 
 def _is_color(values: Any, channels: int) -> bool:

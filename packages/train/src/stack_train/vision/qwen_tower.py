@@ -17,29 +17,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core import ops
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
-from stack_core.abi.mesh import LogicalAxes, constrain
 from stack_core.ops.references.rope_scaling import unscaled_frequencies
 from stack_train.models.reader import Reader, Setting
 from stack_train.models.weight_map import WeightRule
-from stack_train.nn.axial_rope import rotate_axes
 from stack_train.nn.build import Build
 from stack_train.nn.layer_norm import LayerNorm
 from stack_train.nn.linear import FloatName, Linear
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
 from stack_train.vision.grids import PatchPlaces, patch_places, resample
+from stack_train.vision.packed_patches import PATCHES, Patches, attend_patches, check_color, check_heads, embed_patches
 
 __all__ = ["QwenTower", "QwenTowerConfig", "qwen_tower_rules", "read_qwen_tower", "write_qwen_tower"]
 
-Patches = Float[Array, "batch patches embed"]
-
-# Patches are not split over devices: rows are the batch, and sequence parallelism is for text.
-_PATCHES: Final[LogicalAxes] = ("batch", None, None)
-_HEADS: Final[LogicalAxes] = ("batch", None, "act_heads", None)
-_ATTENTION: Final = {"query": _HEADS, "key": _HEADS, "value": _HEADS}
 _EPSILON: Final = 1e-6
 
 
@@ -78,22 +70,14 @@ class QwenTowerConfig:
     std: tuple[PositiveFloat, ...] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
-        if self.embed % (4 * self.heads):
-            raise ConfigError(
-                f"embed={self.embed} is no multiple of 4 heads={4 * self.heads}: rotary positions turn pairs of "
-                "features by rows and by columns. Change one of them."
-            )
+        check_heads(self.embed, self.heads)
         ascending = all(left < right for left, right in zip(self.deepstack, self.deepstack[1:], strict=False))
         if not ascending or any(layer >= self.layers for layer in self.deepstack):
             raise ConfigError(
                 f"deepstack={list(self.deepstack)} are not ascending layers below layers={self.layers}. Give each "
                 "layer once, in order, or raise layers."
             )
-        if not len(self.mean) == len(self.std) == self.channels:
-            raise ConfigError(
-                f"mean={list(self.mean)} and std={list(self.std)} need channels={self.channels} values. Give both that "
-                "many, or change channels."
-            )
+        check_color(self.mean, self.std, self.channels)
 
     @property
     def patch_values(self) -> int:
@@ -119,23 +103,17 @@ class TowerBlock(nnx.Module):
         self.output = build.linear((embed, embed), ("heads", "embed"), bias=True, residual=True)
         self.up = build.linear((embed, config.mlp), ("embed", "mlp"), bias=True)
         self.down = build.linear((config.mlp, embed), ("mlp", "embed"), bias=True, residual=True)
-        self.attention_norm, self.feed_forward_norm = (LayerNorm.of_layers(build, _PATCHES) for _ in range(2))
+        self.attention_norm, self.feed_forward_norm = (LayerNorm.of_layers(build, PATCHES) for _ in range(2))
 
     def __call__(self, x: Patches, places: PatchPlaces) -> Patches:
         normed = self.attention_norm(x)
-        query, key, value = (self._heads(linear(normed)) for linear in (self.query, self.key, self.value))
-        # The first half of the pairs turns by the row, the second by the column, with equal frequencies.
-        pairs = query.shape[-1] // 2
-        axis_of_pair = np.repeat([0, 1], pairs // 2)
-        frequencies = np.tile(unscaled_frequencies(self.config.rope_theta, pairs), 2)
-        query, key = (rotate_axes(each, places.places, axis_of_pair, frequencies) for each in (query, key))
-        segments = ops.PackedSegments.of(places.segments)
-        attended: Any = ops.attention(query, key, value, segment_ids=segments, axes=_ATTENTION)
-        x = x + self.output(attended.reshape(x.shape))
+        projected = (linear(normed) for linear in (self.query, self.key, self.value))
+        heads = self.config.heads
+        # Rows and columns have equal frequencies.
+        frequencies = np.tile(unscaled_frequencies(self.config.rope_theta, x.shape[-1] // heads // 2), 2)
+        attended = attend_patches(*projected, places=places, heads=heads, frequencies=frequencies)
+        x = x + self.output(attended)
         return x + self.down(jax.nn.gelu(self.up(self.feed_forward_norm(x)), approximate=True))
-
-    def _heads(self, x: Patches) -> Float[Array, "batch patches heads head_dim"]:
-        return constrain(x.reshape(*x.shape[:2], self.config.heads, -1), *_HEADS, name="heads of patches")
 
 
 class Merger(nnx.Module):
@@ -160,7 +138,7 @@ class Merger(nnx.Module):
     ) -> None:
         merged = config.embed * config.merge**2
         self.merged, self.late_norm = merged, late_norm
-        self.norm = LayerNorm.single(merged if late_norm else config.embed, _EPSILON, _PATCHES, param_dtype)
+        self.norm = LayerNorm.single(merged if late_norm else config.embed, _EPSILON, PATCHES, param_dtype)
         keys, options = jax.random.split(key), {"use_bias": True, "std": std, "param_dtype": param_dtype}
         self.up = Linear((merged, merged), ("embed", "mlp"), **options, key=keys[0])
         self.down = Linear((merged, width), ("mlp", "embed"), **options, key=keys[1])
@@ -249,15 +227,11 @@ class QwenTower(nnx.Module):
 
     def _embedded(self, pixels: jax.Array, places: PatchPlaces) -> Patches:
         config = self.config
-        mean, std = (np.repeat(np.asarray(each, np.float32), config.patch**2) for each in (config.mean, config.std))
-        x = ((pixels.astype(jnp.float32) / 255 - mean) / std).astype(self.dtype)
         # All frames of a patch are equal. The sum of their kernels would halve this small product, but would be
         # rounded, which raises the error of bfloat16 embeddings from 0.17 to 0.24 %.
-        x = x.reshape(*x.shape[:2], config.channels, 1, -1)
-        x = jnp.broadcast_to(x, (*x.shape[:3], config.frames, x.shape[-1])).reshape(*x.shape[:2], -1)
-        kernel = self.patches[...].reshape(config.embed, -1).T.astype(x.dtype)
-        axes = {"x": _PATCHES, "weight": (None, "act_embed")}
-        x = ops.linear(x, kernel, bias=self.patch_bias[...].astype(x.dtype), axes=axes)
+        kernel = self.patches[...].reshape(config.embed, -1).T
+        options: Any = {"mean": config.mean, "std": config.std, "frames": config.frames, "dtype": self.dtype}
+        x = embed_patches(pixels, kernel, self.patch_bias[...], **options)
         side = config.position_side
         return x + resample(self.positions[...].reshape(side, side, -1), places).astype(x.dtype)
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from stack_core.text.images import ReadImage
+from stack_core.text.images import ImageSize, ReadImage
 from stack_train.diffusion.grid import pillow
 from stack_train.vision.reader import apply_to_image, decode
 
@@ -35,7 +35,7 @@ class SquareImages:
     side: int
     channels: int
 
-    has_grids = False
+    has_grids = has_breaks = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -44,11 +44,14 @@ class SquareImages:
     def shape(self, tokens: int) -> tuple[int, ...]:
         return (self.side, self.side, self.channels)
 
-    def expansion(self, tokens: int) -> str:
-        return f"{self.before}{self.token_text * tokens}{self.after}"
+    def expansion(self, size: ImageSize) -> str:
+        return f"{self.before}{self.token_text * size.tokens}{self.after}"
 
     def count_tokens(self, data: bytes) -> int:
         return self.tokens
+
+    def measure(self, data: bytes) -> ImageSize:
+        return ImageSize(self.tokens)
 
     def read(self, data: bytes) -> ReadImage:
         """Decodes an image file and scales it bilinearly.

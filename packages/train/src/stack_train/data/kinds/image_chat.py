@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError, GenerationError
-from stack_core.text.images import ImageReader, ReadImage, data_of_url, take_images
+from stack_core.text.images import ImageReader, ImageSize, ReadImage, data_of_url, take_images
 from stack_train.data.conversations import Conversation, Tokenization
 from stack_train.data.examples import fitting
 from stack_train.data.files import expand_glob
@@ -79,7 +79,7 @@ class ImageChatData:
         if not isinstance(model, SeesImages):
             raise ConfigError(
                 f"Data of kind image_chat is for language models with images, not for family {model.name!r}; use "
-                "gemma3_vision, qwen3_vl or qwen3_vl_moe, or data of kind chat."
+                "gemma3_vision, mistral3, pixtral, qwen3_vl or qwen3_vl_moe, or data of kind chat."
             )
         if missing := [f"model.{name}" for name, token in model.image_tokens_of_prompts.items() if token is None]:
             raise ConfigError(f"Set {', '.join(missing)} to the ids of the tokenizer's tokens of images.")
@@ -116,7 +116,7 @@ class ImageChatData:
     def _conversation(
         self, tokenization: Tokenization, reader: ImageReader, name: str, record: Mapping[str, Any]
     ) -> "ImageConversation":
-        folder, urls, tokens = Path(name.rpartition(":")[0]).parent, list[str](), list[int]()
+        folder, urls, sizes = Path(name.rpartition(":")[0]).parent, list[str](), list[ImageSize]()
         digest = sha256()
 
         def load(url: str) -> bytes:
@@ -125,7 +125,7 @@ class ImageChatData:
             contents = _contents(url)
             digest.update(contents)
             try:
-                tokens.append(reader.count_tokens(contents))
+                sizes.append(reader.measure(contents))
             except DataError as error:
                 raise DataError(f"{name}: {url[:80]}: {error}") from error
             urls.append(url)
@@ -137,8 +137,8 @@ class ImageChatData:
             raise DataError(
                 f"{name} has {len(urls)} images, and a row {self.row_images}. Raise data.row_images, or divide it."
             )
-        found = tokenization.conversation(name, {**record, **taken}, tokens)
-        images = tuple(zip(urls, tokens, strict=True))
+        found = tokenization.conversation(name, {**record, **taken}, sizes)
+        images = tuple(zip(urls, sizes, strict=True))
         return ImageConversation(found.name, found.tokens, found.supervised, images, digest.hexdigest())
 
 
@@ -156,11 +156,11 @@ class ImageConversation(Conversation):
     """A tokenized conversation with images.
 
     Attributes:
-      images: path or data URL of each image, and the number of its tokens.
+      images: path or data URL of each image, and its size.
       digest: hash of the image files.
     """
 
-    images: tuple[tuple[str, int], ...] = ()
+    images: tuple[tuple[str, ImageSize], ...] = ()
     digest: str = ""
 
     @property
@@ -217,21 +217,23 @@ class ImageChatBatches(ChatBatches):
                 found[name][number, : len(values)] = values
         return {**super()._rows(plan, rows), **found}
 
-    def _decoded(self, index: int, url: str, tokens: int) -> ReadImage:
+    def _decoded(self, index: int, url: str, size: ImageSize) -> ReadImage:
         where = f"{self._examples[index].name}: {url[:80]}"
         try:
             image = self._reader.read(_contents(url))
         except (DataError, GenerationError) as error:
             raise DataError(f"{where}: {error}") from error
-        if image.tokens != tokens:
+        if self._reader.expansion(image.size) != self._reader.expansion(size):
             # Features would move to the tokens of other images.
+            sizes = (image.size, size)
+            rows = [f" in {each.grid[0]} rows" if self._reader.has_breaks and each.grid else "" for each in sizes]
             raise DataError(
-                f"{where}: The image has {image.tokens} tokens, and had {tokens} when the data was tokenized. Keep "
-                "image files unchanged during training; restore this one, or start again."
+                f"{where}: The image has {image.tokens} tokens{rows[0]}, and had {size.tokens}{rows[1]} when the data "
+                "was tokenized. Keep image files unchanged during training; restore this one, or start again."
             )
         return image
 
-    def _images_of(self, index: int) -> tuple[tuple[str, int], ...]:
+    def _images_of(self, index: int) -> tuple[tuple[str, ImageSize], ...]:
         conversation: Any = self._examples[index]
         return conversation.images
 

@@ -1,0 +1,93 @@
+"""Layers of towers that take packed patches of several images: their embedding, and attention within each image."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from stack_core import ops
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.mesh import LogicalAxes, constrain
+from stack_train.nn.axial_rope import rotate_axes
+from stack_train.nn.linear import FloatName
+from stack_train.vision.grids import PatchPlaces
+
+__all__ = ["PATCHES", "Patches", "attend_patches", "check_color", "check_heads", "embed_patches"]
+
+Patches = Float[Array, "batch patches embed"]
+
+PATCHES: Final[LogicalAxes] = ("batch", None, None)
+"""Logical axes of patches, which are not split over devices: rows are the batch; sequence parallelism is for text."""
+
+_HEADS: Final[LogicalAxes] = ("batch", None, "act_heads", None)
+_ATTENTION: Final = {"query": _HEADS, "key": _HEADS, "value": _HEADS}
+
+
+def check_heads(embed: int, heads: int) -> None:
+    """Raises a ConfigError if four times the number of heads does not divide the width."""
+    if embed % (4 * heads):
+        raise ConfigError(
+            f"embed={embed} is no multiple of 4 heads={4 * heads}: rotary positions turn pairs of features by rows and "
+            "by columns. Change one of them."
+        )
+
+
+def check_color(mean: Sequence[float], std: Sequence[float], channels: int) -> None:
+    """Raises a ConfigError if there is not one mean and one divisor per channel."""
+    if not len(mean) == len(std) == channels:
+        raise ConfigError(
+            f"mean={list(mean)} and std={list(std)} need channels={channels} values. Give both that many, or change "
+            "channels."
+        )
+
+
+def embed_patches(
+    pixels: UInt8[Array, "batch patches values"],
+    kernel: Float[Array, "d_in embed"],
+    bias: Float[Array, " embed"] | None,
+    *,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    frames: int = 1,
+    dtype: FloatName,
+) -> Patches:
+    """Returns x kernel + bias in `dtype`, where x is (pixels / 255 - mean) / std, repeated for each frame.
+
+    Args:
+      pixels: patches, whose values are ordered [channels, patch, patch].
+      kernel, bias: parameters; rows of the kernel are ordered [channels, frames, patch, patch].
+      mean, std: constants of each channel.
+      frames: number of equal frames of a patch.
+      dtype: dtype of the product.
+    """
+    repeats = pixels.shape[-1] // len(mean)
+    shift, scale = (np.repeat(np.asarray(each, np.float32), repeats) for each in (mean, std))
+    x = ((pixels.astype(jnp.float32) / 255 - shift) / scale).astype(dtype)
+    x = x.reshape(*x.shape[:2], len(mean), 1, -1)
+    x = jnp.broadcast_to(x, (*x.shape[:3], frames, x.shape[-1])).reshape(*x.shape[:2], -1)
+    axes = {"x": PATCHES, "weight": (None, "act_embed")}
+    return ops.linear(x, kernel.astype(x.dtype), bias=None if bias is None else bias.astype(x.dtype), axes=axes)
+
+
+def attend_patches(
+    query: Patches, key: Patches, value: Patches, *, places: PatchPlaces, heads: int, frequencies: Any
+) -> Patches:
+    """Computes attention between the patches of each image, with rotary positions by row and column.
+
+    Args:
+      query, key, value: projections of the patches.
+      places: places of the patches.
+      heads: number of heads.
+      frequencies: [head_dim / 2] in radians per row for the first half, and per column for the second.
+    """
+
+    def heads_of(x: Patches) -> Float[Array, "batch patches heads head_dim"]:
+        return constrain(x.reshape(*x.shape[:2], heads, -1), *_HEADS, name="heads of patches")
+
+    axis_of_pair = np.repeat([0, 1], len(frequencies) // 2)
+    shape, segments = query.shape, ops.PackedSegments.of(places.segments)
+    query, key = (rotate_axes(heads_of(x), places.places, axis_of_pair, frequencies) for x in (query, key))
+    attended: Any = ops.attention(query, key, heads_of(value), segment_ids=segments, axes=_ATTENTION)
+    return attended.reshape(shape)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from PIL import Image
 
 from stack_core.abi.config import load_yaml, parse
 from stack_core.abi.errors import StackError
@@ -48,9 +49,18 @@ GRID_MODEL = {
     "initializer_std": 0.08,
     "image_token": 2,
     "min_pixels": 1024,
-    "max_pixels": 1024,
+    "max_pixels": 1536,
     "vision": {"embed": 64, "heads": 4, "mlp": 128, "layers": 2, "patch": 4, "position_side": 8, "deepstack": [0]},
 }
+
+
+def widen(picture):
+    """Adds half as many columns to a picture, some of them on its left."""
+    number = int(picture.stem)
+    with Image.open(picture) as image:
+        wide = Image.new("RGB", (3 * image.width // 2, image.height), (20, 20, 20))
+        wide.paste(image, (number % 17, 0))
+    wide.save(picture)
 
 
 @pytest.mark.slow  # minutes: it trains a model
@@ -58,6 +68,9 @@ GRID_MODEL = {
 def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     subprocess.run([sys.executable, ROOT / "examples" / "shapes.py"], check=True)
+    if model is not None:  # pictures of two sizes
+        for picture in Path("runs/shapes-data/pictures").glob("*[0147].png"):
+            widen(picture)
     config = load_yaml(ROOT / "examples" / "shapes.yaml")
     Path("shapes.yaml").write_text(json.dumps(config if model is None else {**config, "model": model}))
     main(["train", "shapes.yaml"])
@@ -65,7 +78,10 @@ def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(mo
     assert len(found) >= 400
     greedy = SamplingParams(temperature=0.0, max_tokens=3)
     with LLM("runs/shapes", max_sequences=8, step_tokens=64) as llm:
-        answers = [output.text for output in llm.chat([messages for messages, _ in found], greedy)]
+        outputs = llm.chat([messages for messages, _ in found], greedy)
+    answers = [output.text for output in outputs]
+    image_token = 3 if model is None else 2
+    assert {output.prompt_token_ids.count(image_token) for output in outputs} == ({16} if model is None else {16, 24})
     right = sum(given.strip() == answer for given, (_, answer) in zip(answers, found, strict=True))
     assert right >= 0.95 * len(found), f"{right} of {len(found)} held-out questions"
     command = [sys.executable, "-m", "stack_core", "serve", "runs/shapes", "--port", str(PORT), "--json"]

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from stack_core.abi.errors import ConfigError
-from stack_core.abi.generation import Constraint, SamplingParams
+from stack_core.abi.generation import Constraint, GenerationRequest, SamplingParams
 from stack_core.abi.plugins import registries
 from stack_serve.llm.config import EngineConfig, SpeculationConfig
 from stack_serve.llm.engine import LLMEngine
@@ -185,3 +185,15 @@ def test_models_without_the_layer_are_refused_by_name():
     for model in (untrained(mtp_layers=0), untrained("llama")):
         with pytest.raises(ConfigError, match=r"'tiny' has no layer for multi-token prediction.*model\.mtp_layers=1"):
             LLMEngine(opened(model), MTP)
+
+
+def test_aborted_requests_return_their_pages(checkpoint, plain, engine):
+    prompt = checkpoint.tokenizer.encode(TEXT[:9])
+    request = GenerationRequest(request_id="left", prompt=tuple(prompt), sampling=SamplingParams(max_tokens=70, n=3))
+    engine.submit(request)
+    updates = engine.stream("left")
+    for _ in range(5):
+        next(updates)
+    updates.close()
+    found, _, accepted = drafted_and_accepted(engine, [prompt], greedy(40))
+    assert list(map(outcome, found)) == list(map(outcome, complete(plain, [prompt], greedy(40)))) and accepted > 10

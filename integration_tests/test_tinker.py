@@ -7,7 +7,7 @@ import pytest
 
 from stack_core.abi.errors import CheckpointError, ConfigError, ConversionError, DataError, TrainingError
 from stack_core.abi.generation import SamplingParams
-from stack_core.abi.tree_paths import path_name
+from stack_core.runtime.tree_paths import path_name
 from stack_rl import AdamParams, Datum, LocalClient
 
 from .served import write_checkpoint

@@ -8,7 +8,7 @@ from pydantic import PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import nearest
-from stack_core.abi.tree_paths import path_matches
+from stack_core.runtime.tree_paths import path_matches
 from stack_quant.algorithms import parse_algorithms
 from stack_quant.calibration import calibration
 from stack_quant.errors import RuleError

@@ -19,12 +19,12 @@ from stack_core.abi.errors import ClusterError, ConversionError, EngineStopped, 
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import EngineStats, FinishReason, GenerationRequest, GenerationUpdate, RequestTimes
 from stack_core.abi.mesh import MeshConfig
-from stack_core.abi.tree_paths import path_name
 from stack_core.runtime.cluster import RemoteMesh
 from stack_core.runtime.config import EngineProcessConfig
 from stack_core.runtime.hosted_engine import NUMERICS, HostedEngine
 from stack_core.runtime.object_process import ObjectProcess
 from stack_core.runtime.raised import Raised
+from stack_core.runtime.tree_paths import path_name
 
 __all__ = ["EngineProcess"]
 

@@ -9,7 +9,7 @@ from pydantic import NonNegativeInt, PositiveFloat
 
 from stack_core.abi.config import config, parse
 from stack_core.abi.errors import nearest
-from stack_core.abi.tree_paths import path_matches
+from stack_core.runtime.tree_paths import path_matches
 from stack_quant.errors import RuleError
 from stack_quant.transform.adapted import Adapter
 from stack_quant.transform.interpreter import Use

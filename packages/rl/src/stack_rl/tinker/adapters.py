@@ -11,8 +11,8 @@ import numpy as np
 from stack_core.abi.adapters import ExpectsAdapters, LowRankFactors
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.tree_paths import path_name
 from stack_core.ops.building import LowRankWeight, is_quantized
+from stack_core.runtime.tree_paths import path_name
 
 __all__ = ["ALPHA", "AdaptedCheckpoint", "Factors", "adapted", "as_adapters", "new_factors", "targets_of"]
 

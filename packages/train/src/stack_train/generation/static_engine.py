@@ -28,7 +28,6 @@ from stack_core.abi.generation import (
     SamplingParams,
     TokenLogprob,
 )
-from stack_core.abi.tree_paths import path_name
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_core.ops.sampling.sampling import (
     MOST_BIASES,
@@ -37,6 +36,7 @@ from stack_core.ops.sampling.sampling import (
     candidate_tokens,
     sample,
 )
+from stack_core.runtime.tree_paths import path_name
 from stack_core.text.detokenize import IncrementalDetokenizer
 from stack_core.text.sources import check_continues
 

@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError, nearest
-from stack_core.abi.tree_paths import path_matches, path_name
+from stack_core.runtime.tree_paths import path_matches, path_name
 from stack_train.optim.axes import AxesTree
 
 __all__ = ["REST", "GroupConfig", "check_groups", "group_names", "group_of"]

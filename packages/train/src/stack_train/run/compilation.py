@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.abi.tree_paths import path_name
 from stack_core.chips import count_units
 from stack_core.chips.targets import Target, use_target
 from stack_core.programs.flops import Flops
 from stack_core.programs.lint import LintedParameter, ProgramLint, lint_program
 from stack_core.programs.roofline import ProgramCost, program_cost
+from stack_core.runtime.tree_paths import path_name
 from stack_train.run.checks import check_sections
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program, model_flops, traced_step

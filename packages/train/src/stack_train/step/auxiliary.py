@@ -12,7 +12,7 @@ from flax.nnx.traversals import flatten_mapping
 
 from stack_core.abi.errors import ConfigError, TrainingError
 from stack_core.abi.metrics import Metric, Metrics
-from stack_core.abi.tree_paths import path_name
+from stack_core.runtime.tree_paths import path_name
 from stack_train.optim.optax_optimizer import Optimizer
 from stack_train.optim.placement import like_parameters
 from stack_train.step.precision import Precision, apply_updates, widen, widen_optimizer

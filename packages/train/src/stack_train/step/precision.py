@@ -20,8 +20,8 @@ import optax
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError, TrainingError
-from stack_core.abi.tree_paths import path_name
 from stack_core.ops.building import accurate_dtype
+from stack_core.runtime.tree_paths import path_name
 from stack_train.optim.moments import round_stochastically
 
 __all__ = [

@@ -9,7 +9,7 @@ from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import PartitionSpec
 
 from stack_core.abi.metrics import Metrics, combine
-from stack_core.abi.tree_paths import path_name
+from stack_core.runtime.tree_paths import path_name
 from stack_train.nn.pipeline import run_stages
 from stack_train.nn.schedules import Schedule
 from stack_train.step.microbatches import check_metrics, split_batch

@@ -13,7 +13,7 @@ from flax.nnx.traversals import unflatten_mapping
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.models import ModelFamily
 from stack_core.abi.transforms import ModelTransform
-from stack_core.abi.tree_paths import path_name
+from stack_core.runtime.tree_paths import path_name
 from stack_train.optim.optax_optimizer import Optimizer
 from stack_train.step.precision import Precision, is_low_precision
 from stack_train.transform import UNCHANGED

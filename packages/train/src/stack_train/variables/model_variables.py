@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stack_core.abi.errors import TrainingError
 from stack_core.abi.mesh import DEFAULT_RULES, LogicalAxes, MeshAxes, ShardingRules
 from stack_core.abi.models import ModelFamily, ShardsItself
-from stack_core.abi.tree_paths import path_name
 from stack_core.ops.building import is_quantized
+from stack_core.runtime.tree_paths import path_name
 
 __all__ = [
     "Kind",

@@ -17,7 +17,7 @@ from stack_core.abi.local_paths import local_path
 from stack_core.abi.mesh import in_mesh
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
-from stack_core.abi.tree_paths import path_name
+from stack_core.runtime.tree_paths import path_name
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config

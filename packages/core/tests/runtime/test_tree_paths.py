@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from stack_core.abi.tree_paths import path_matches, path_name
+from stack_core.runtime.tree_paths import path_matches, path_name
 
 
 @pytest.mark.parametrize(

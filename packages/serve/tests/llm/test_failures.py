@@ -155,9 +155,7 @@ def test_a_failure_at_any_point_leaves_no_request_without_its_end(monkeypatch: p
         ends, expected = ends_of(tracer)
         assert ends == expected
         points |= tracer.points
-    assert {"schedule", "step", "begin", "push", "put", "flush", "deliver", "_drop", "_forget"} <= {
-        name for name, *_ in points
-    }
+    assert {"schedule", "begin", "push", "put", "flush", "deliver", "_drop", "_forget"} <= {name for name, *_ in points}
     for number, point in enumerate(points):
         ends, expected = ends_of(Tracer(point, (RuntimeError, KeyboardInterrupt)[number % 2]))
         assert ends == expected, point

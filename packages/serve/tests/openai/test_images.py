@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stack_core.abi.errors import ChatTemplateError, GenerationError
-from stack_core.text.images import ReadImage
+from stack_core.text.images import ImageSize, ReadImage
 from stack_serve.openai.images import ImageInput, ImageLoader
 
 DATA = b"0123456789"
@@ -58,16 +58,19 @@ def test_a_remote_image_that_cannot_be_read_is_refused(site: str, path: str, max
 class Reader:
     """An `ImageReader` of images of one token."""
 
-    placeholder, token, sizes, has_grids = "<img>", 0, (1,), False
+    placeholder, token, sizes, has_grids, has_breaks = "<img>", 0, (1,), False, False
 
     def shape(self, tokens: int) -> tuple[int, ...]:
         return (tokens,)
 
-    def expansion(self, tokens: int) -> str:
-        return "<img>" * tokens
+    def expansion(self, size: ImageSize) -> str:
+        return "<img>" * size.tokens
 
     def count_tokens(self, data: bytes) -> int:
         return 1
+
+    def measure(self, data: bytes) -> ImageSize:
+        return ImageSize(1)
 
     def read(self, data: bytes) -> ReadImage:
         return ReadImage(np.zeros(len(data), np.uint8), 1)

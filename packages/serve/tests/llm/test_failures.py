@@ -145,7 +145,7 @@ def ends_of(tracer: Tracer) -> tuple[Counter[Any], Counter[Any]]:
 
 
 def test_a_failure_at_any_point_leaves_no_request_without_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "Programs", FakePrograms)
+    monkeypatch.setattr(engine_module, "programs_class", lambda _: FakePrograms)
     monkeypatch.setattr(engine_module, "give_memory_back", lambda: None)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     before = sys.gettrace()
@@ -155,7 +155,9 @@ def test_a_failure_at_any_point_leaves_no_request_without_its_end(monkeypatch: p
         ends, expected = ends_of(tracer)
         assert ends == expected
         points |= tracer.points
-    assert {"schedule", "begin", "push", "put", "flush", "deliver", "_drop", "_forget"} <= {name for name, *_ in points}
+    assert {"schedule", "step", "begin", "push", "put", "flush", "deliver", "_drop", "_forget"} <= {
+        name for name, *_ in points
+    }
     for number, point in enumerate(points):
         ends, expected = ends_of(Tracer(point, (RuntimeError, KeyboardInterrupt)[number % 2]))
         assert ends == expected, point

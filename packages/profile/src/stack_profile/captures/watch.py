@@ -107,7 +107,7 @@ class Watch:
         started_s = time.perf_counter()
         try:
             yield
-        except Exception as error:  # JAX has no class of its own for a full memory; all errors are raised again
+        except Exception as error:  # JAX has no error class for a full memory
             save_out_of_memory(self._out, error)
             raise
         self.finished(self._last_step + 1, time.perf_counter() - started_s)

@@ -106,7 +106,7 @@ def _requests(found: Sequence[ServedRequest]) -> list[_Event]:
             phase = "prefill" if prompt else "decode"
             events.append((f"{name} {phase}", phase, max(last, span.start_ps), span.end_ps, 2 * row))
             last = span.end_ps
-        ends = [span.end_ps for span, _, new in each.steps if new]
+        ends = sorted(span.end_ps for span, _, new in each.steps if new)
         sent = each.start_ps
         for time, _ in each.sent:
             place = bisect.bisect_right(ends, time)

@@ -12,7 +12,7 @@ from stack_core.abi.installing import install_command
 __all__ = ["pillow", "tiled", "turn_upright", "write_png"]
 
 _ORIENTATION = 274  # tag of EXIF
-# Pillow's transpositions by EXIF orientation. `ImageOps.exif_transpose` also writes the other tags again, and fails if
+# Pillow's transpositions by EXIF orientation. `ImageOps.exif_transpose` also rewrites all tags, and fails if
 # they are malformed.
 _TRANSPOSITIONS = {
     2: "FLIP_LEFT_RIGHT",

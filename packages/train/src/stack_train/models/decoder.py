@@ -207,7 +207,10 @@ class Block(nnx.Module):
     def __init__(self, spec: Layer, build: Build) -> None:
         self.norm, self.residual_scale = build.norm, spec.residual_scale
         attention, feed_forward = spec.attention, spec.feed_forward
-        scale = lambda part, is_used: build.scale(build.embed) if part is not None and is_used else None
+
+        def scale(part: Any, is_used: bool) -> Parameter | None:
+            return build.scale(build.embed) if part is not None and is_used else None
+
         self.attention_norm = scale(attention, spec.input_norms)
         self.attention: Any = None if attention is None else attention.build(build.child())
         self.attention_output_norm = scale(attention, spec.output_norms)

@@ -134,7 +134,7 @@ def _read(reader: Reader) -> dict[str, Any]:
 
 
 def _write(config: NemotronHConfig) -> dict[str, Any]:
-    # So that transformers raises no step sizes either; it takes the logarithm, so 0 is an error.
+    # transformers raises step sizes to this minimum, and takes its logarithm, so 0 is an error.
     return {"hybrid_override_pattern": config.kinds, "time_step_min": 1e-30}
 
 

@@ -227,8 +227,8 @@ class QwenTower(nnx.Module):
 
     def _embedded(self, pixels: jax.Array, places: PatchPlaces) -> Patches:
         config = self.config
-        # All frames of a patch are equal. The sum of their kernels would halve this small product, but would be
-        # rounded, which raises the error of bfloat16 embeddings from 0.17 to 0.24 %.
+        # All frames of a patch are equal. Adding their kernels first would halve this small product, but round the
+        # sum: the error of bfloat16 embeddings would be 0.24 % instead of 0.17 %.
         kernel = self.patches[...].reshape(config.embed, -1).T
         options: Any = {"mean": config.mean, "std": config.std, "frames": config.frames, "dtype": self.dtype}
         x = embed_patches(pixels, kernel, self.patch_bias[...], **options)

@@ -220,10 +220,11 @@ class LongRopeScaling:
 
 @config
 class ProportionalScaling:
-    """Partial rotation over a whole head: f_i / factor for i < n, and 0 for the other pairs, which pass unchanged.
+    """Rotates the first n = floor(partial_rotary_factor r / 2) pairs by f_i / factor; the rest have frequency 0.
 
-    n is floor(partial_rotary_factor r / 2). Unlike a smaller `rotary_dim`, the pairs are (i, i + r/2) with the
-    frequencies of the whole head.
+    Unlike a smaller `rotary_dim`, the pairs are (i, i + r/2), and f_i are the frequencies of r features.
+
+    Source: transformers, rope type "proportional" of Gemma 4.
 
     Attributes:
       partial_rotary_factor: fraction of the pairs that are rotated.

@@ -1,16 +1,21 @@
 """Measures what sampled Python stacks and the continuous mode take from a training run and from a served model.
 
-    nox -s bench -- profile_continuous                  # 12 rounds, 20 minutes
-    nox -s bench -- profile_continuous --rounds 2 --block-s 2
+    nox -s bench -- profile_continuous                  # 60 rounds, 20 minutes
+    nox -s bench -- profile_continuous --rounds 2
 
-The training run does steps of 50 ms as fast as it can; the engine decodes 8 sequences at a time. A contender runs a
-block between two plain blocks, and its rate is relative to their mean, which cancels a machine that slowly changes:
-`off again` is a third plain block, `samples` has a sampler of Python stacks at 100 Hz, and `continuous` the continuous
-mode. It takes a capture every 5 seconds instead of every minute, so that it always takes as much as its limit permits;
-its block continues until the pauses have made up for its last capture, which is written before the block ends.
-Processor time is per unit of work. Confidence intervals are of the median, by bootstrap over rounds. Writes
-`results/profile_continuous.md` and `.json`, and fails if a rate is surely more than 1% lower; below five rounds,
-nothing is sure.
+The training run does steps of 50 ms as fast as it can; the engine decodes 8 sequences at a time. A contender's block
+has a plain block of as much work before and after it, and its time is relative to their mean, which cancels a machine
+that slowly changes. Blocks are short, so that many of them average what changes quickly.
+
+- `off again` is a third plain block: what chance makes.
+- `samples` has a sampler of Python stacks with its default rate.
+- `watching` is the continuous mode between two captures of normal steps: it records for slow steps.
+- `captures` is the mode with ten times the default share of a processor, as many captures as that permits. Its loss is
+  divided by the share that it measured, for the loss at the default share of 1%, half of which captures may take.
+
+The loss of the mode is that of `watching` and of `captures` together. Confidence intervals are of the median, by
+bootstrap over rounds. Writes `results/profile_continuous.md` and `.json`, and fails if a loss is surely over
+1%; below five rounds, nothing is sure.
 """
 
 import argparse
@@ -38,53 +43,58 @@ from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 
 LIMIT_SHARE = 0.01
-SETTINGS = ContinuousConfig(every_s=5.0)
+DEFAULTS = ContinuousConfig()
+WATCHING = ContinuousConfig(every_s=3600.0)  # the first capture of normal steps is due after 10 seconds
+CAPTURES = ContinuousConfig(every_s=0.5, share=0.1)
 WORKLOAD = Workload(layers=4, embed=256, heads=4, kv_heads=2, mlp=704, vocab=8000, prompt_tokens=32, new_tokens=64)
 SEQUENCES = 8
+CONTENDERS = ("off again", "samples", "watching", "captures")
 _SURE_ROUNDS = 5
-CONTENDERS = ("off again", "samples", "continuous")
+SHORT_S, LONG_S = 0.4, 2.5  # seconds of a block, the longer of `captures`
 
 
 @dataclass(frozen=True)
 class Block:
-    """Work of one contender: steps or tokens per second of wall time, and processor seconds for each."""
+    """Wall and processor seconds of a unit of work, and the mode's own share of a processor in the block."""
 
-    rate: float
+    wall_s: float
     cpu_s: float
-
-    def mean(self, other: "Block") -> "Block":
-        return Block((self.rate + other.rate) / 2, (self.cpu_s + other.cpu_s) / 2)
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A contender's block, and the mean of the plain blocks before and after it."""
+    """Growth of wall and processor time from the plain blocks before and after a contender's block."""
 
-    off: Block
-    on: Block
+    wall: float
+    cpu: float
+    share: float
 
 
 class Steps:
-    """The training run: a block is a number of steps."""
+    """The training run: a unit of work is a step."""
 
     unit = "steps"
+    count = 1
+    warm_units = 12  # a watch judges steps after ten
 
     def __init__(self) -> None:
         self._training = Training()
 
-    def work(self, step: Callable[[], Any]) -> int:
+    def work(self, step: Callable[[], Any]) -> None:
         self._training.run(1, step)
-        return 1
 
     @staticmethod
-    def continuous(folder: Path) -> Watch:
-        return Watch(folder, AnomalyConfig(), continuous=SETTINGS)
+    def continuous(folder: Path, settings: ContinuousConfig) -> Watch:
+        return Watch(folder, AnomalyConfig(), continuous=settings)
 
 
 class Tokens:
-    """The served model: a block is a number of tokens."""
+    """The served model: a unit of work is a batch of sequences."""
 
     unit = "tokens"
+    count = SEQUENCES * WORKLOAD.new_tokens
+    warm_units = 1
 
     def __init__(self, folder: Path) -> None:
         checkpoint = open_for_generation(str(write_checkpoint(folder, WORKLOAD, dtype="bfloat16")))
@@ -94,7 +104,7 @@ class Tokens:
         self._engine.start()
         self._asked = 0
 
-    def work(self, step: Callable[[], Any]) -> int:
+    def work(self, step: Callable[[], Any]) -> None:
         del step
         self._asked += 1
         batch = prompts(WORKLOAD, batch=SEQUENCES, seed=self._asked)
@@ -110,11 +120,10 @@ class Tokens:
             name = f"{self._asked}-{number}"
             self._engine.submit(GenerationRequest(request_id=name, prompt=tuple(prompt), sampling=sampling), receive)
         done.wait()
-        return len(batch) * WORKLOAD.new_tokens
 
     @staticmethod
-    def continuous(folder: Path) -> Continuous:
-        return Continuous(folder, SETTINGS)
+    def continuous(folder: Path, settings: ContinuousConfig) -> Continuous:
+        return Continuous(folder, settings)
 
     def close(self) -> None:
         self._engine.close()
@@ -122,24 +131,20 @@ class Tokens:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument(
-        "--block-s", type=float, default=6.0, help="minimum seconds of one block, of which a round has 14"
-    )
+    parser.add_argument("--rounds", type=int, default=60, help="of some 20 s each")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.block_s < 1:
-        parser.error("--rounds must be at least 2, and --block-s at least 1")
+    if arguments.rounds < 2:
+        parser.error("--rounds must be at least 2")
     with tempfile.TemporaryDirectory() as folder:
-        tokens = Tokens(Path(folder, "model"))
-        programs: list[Steps | Tokens] = [Steps(), tokens]
-        rounds = _measured(programs, Path(folder), arguments.rounds, arguments.block_s)
-        tokens.close()
+        programs: list[Steps | Tokens] = [Steps(), Tokens(Path(folder, "model"))]
+        rates, rounds = _measured(programs, Path(folder), arguments.rounds)
+        programs[1].close()
     record = {
         **circumstances(),
-        "block_s": arguments.block_s,
-        "continuous": asdict(SETTINGS),
+        "settings": {"default": asdict(DEFAULTS), "watching": asdict(WATCHING), "captures": asdict(CAPTURES)},
         "limit_share": LIMIT_SHARE,
+        "rates": rates,
         "losses": _losses(rounds),
         "rounds": [
             {unit: {name: asdict(pair) for name, pair in pairs.items()} for unit, pairs in each.items()}
@@ -154,78 +159,91 @@ def main() -> None:
 
 
 def _measured(
-    programs: Sequence[Steps | Tokens], folder: Path, rounds: int, block_s: float
-) -> list[dict[str, dict[str, Pair]]]:
-    order, measured = random.Random(0), []
+    programs: Sequence[Steps | Tokens], folder: Path, rounds: int
+) -> tuple[dict[str, float], list[dict[str, dict[str, Pair]]]]:
+    """Returns the plain rate of each program, and the pairs of each round by unit and contender."""
+    order, measured, plain = random.Random(0), [], {program.unit: [] for program in programs}
     for number in range(rounds + 1):
         found: dict[str, dict[str, Pair]] = {}
         for program in programs:
-            pairs, before = {}, _block(program, "off", folder, block_s)
+            pairs = {}
             for name in order.sample(CONTENDERS, len(CONTENDERS)):
-                block = _block(program, name, folder / f"{program.unit}_{number}", block_s)
-                after = _block(program, "off", folder, block_s)
-                pairs[name], before = Pair(before.mean(after), block), after
+                units = _units(program, LONG_S if name == "captures" else SHORT_S)
+                before = _block(program, "off", folder, units)
+                on = _block(program, name, folder / f"{program.unit}_{name}_{number}", 2 * units)
+                after = _block(program, "off", folder, units)
+                wall_s, cpu_s = (before.wall_s + after.wall_s) / 2, (before.cpu_s + after.cpu_s) / 2
+                pairs[name] = Pair(on.wall_s / wall_s - 1, on.cpu_s / cpu_s - 1, on.share)
+                plain[program.unit].append(program.count / wall_s)
             found[program.unit] = pairs
         measured.append(found)
-    return measured[1:]  # the first round warms up
+    # The first round warms up.
+    return {unit: statistics.median(rates[len(CONTENDERS) :]) for unit, rates in plain.items()}, measured[1:]
 
 
-def _block(program: Steps | Tokens, name: str, ring: Path, block_s: float) -> Block:
-    count, cpu_s, started_s = 0, time.process_time(), time.perf_counter()
-    with _contender(program, name, ring) as (step, may_end):
-        while time.perf_counter() < started_s + block_s or not may_end():
-            count += program.work(step)
-    return Block(count / (time.perf_counter() - started_s), (time.process_time() - cpu_s) / count)
+def _units(program: Steps | Tokens, seconds: float) -> int:
+    started_s = time.perf_counter()
+    program.work(contextlib.nullcontext)
+    return max(1, round(seconds / (time.perf_counter() - started_s)))
+
+
+def _block(program: Steps | Tokens, name: str, ring: Path, units: int) -> Block:
+    with _contender(program, name, ring) as (step, cost_s):
+        for _ in range(program.warm_units):
+            program.work(step)
+        used_s, cpu_s, started_s = cost_s(), time.process_time(), time.perf_counter()
+        for _ in range(units):
+            program.work(step)
+        wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+        return Block(wall_s / units, cpu_s / units, (cost_s() - used_s) / wall_s)
 
 
 @contextlib.contextmanager
 def _contender(
     program: Steps | Tokens, name: str, ring: Path
-) -> Iterator[tuple[Callable[[], Any], Callable[[], bool]]]:
-    """Yields the context of each step, and a function that returns whether the block may end."""
-    if name == "continuous":
-        with program.continuous(ring) as mode:
-            step = mode.step if isinstance(mode, Watch) else contextlib.nullcontext
-            yield step, lambda: mode.is_within_share
-        return
-    sampler = StackSampler() if name == "samples" else None
-    if sampler is not None:
+) -> Iterator[tuple[Callable[[], Any], Callable[[], float]]]:
+    """Yields the context of each step, and a function that returns the processor time of a contender so far."""
+    if name in ("watching", "captures"):
+        with program.continuous(ring, WATCHING if name == "watching" else CAPTURES) as mode:
+            yield (mode.step if isinstance(mode, Watch) else contextlib.nullcontext), lambda: mode.cost_s
+    elif name == "samples":
+        sampler = StackSampler()
         sampler.start()
-    try:
-        yield contextlib.nullcontext, lambda: True
-    finally:
-        if sampler is not None:
+        try:
+            yield contextlib.nullcontext, lambda: sampler.cpu_s
+        finally:
             sampler.stop()
+    else:
+        yield contextlib.nullcontext, lambda: 0.0
 
 
 def _losses(rounds: Sequence[Mapping[str, Mapping[str, Pair]]]) -> list[dict[str, Any]]:
-    """Returns the loss of rate and the growth of processor time of each contender, as (lower, median, upper)."""
+    """Returns each loss of rate and growth of processor time as (lower, median, upper)."""
     found = []
     for unit in rounds[0]:
-        for name in CONTENDERS:
-            pairs = [each[unit][name] for each in rounds]
-            for label, shares, limited in (
-                (f"{name}, {unit}/s lost", [1 - pair.on.rate / pair.off.rate for pair in pairs], name != "off again"),
-                (
-                    f"{name}, more CPU time per unit of {unit}",
-                    [pair.on.cpu_s / pair.off.cpu_s - 1 for pair in pairs],
-                    False,
-                ),
-            ):
-                found.append({"name": label, "share": interval(shares), "limited": limited})
+        pairs = {name: [each[unit][name] for each in rounds] for name in CONTENDERS}
+        scale = DEFAULTS.share / 2 / statistics.mean(pair.share for pair in pairs["captures"])
+        for kind in ("wall", "cpu"):
+            grown = {name: [getattr(pair, kind) for pair in pairs[name]] for name in CONTENDERS}
+            grown["captures"] = [each * scale for each in grown["captures"]]
+            grown["continuous"] = [
+                watching + captures for watching, captures in zip(grown["watching"], grown["captures"], strict=True)
+            ]
+            label = f"{unit}/s lost" if kind == "wall" else f"more CPU time per unit of {unit}"
+            for name, shares in grown.items():
+                limited = kind == "wall" and name in ("samples", "continuous")
+                found.append({"name": f"{name}, {label}", "share": interval(shares), "limited": limited})
     return found
 
 
 def _markdown(record: Mapping[str, Any]) -> str:
     machine, rounds = record["machine"], record["rounds"]
-    rates = {unit: statistics.median(each[unit]["samples"]["off"]["rate"] for each in rounds) for unit in rounds[0]}
     rows = [[loss["name"], *(f"{share:+.2%}" for share in loss["share"]), _verdict(loss)] for loss in record["losses"]]
-    plain = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
+    plain = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in record["rates"].items())
     lines = [
         "# Cost of sampled Python stacks and of the continuous mode",
         "",
-        f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}; {len(rounds)} rounds of blocks of "
-        f"at least {record['block_s']:g} s; {plain} without either.",
+        f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}; {len(rounds)} rounds; {plain} without either.",
         "",
         *table(["relative to off", "95% from", "median", "to", f"at most {LIMIT_SHARE:.0%}"], rows),
     ]

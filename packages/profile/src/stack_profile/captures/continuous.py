@@ -49,9 +49,9 @@ class Continuous:
         self._thread.start()
 
     @property
-    def is_within_share(self) -> bool:
-        """True while the mode's processor time is at most the permitted share of the time."""
-        return self._watch.is_within_share
+    def cost_s(self) -> float:
+        """Processor time that the mode has taken so far."""
+        return self._watch.cost_s
 
     def close(self) -> None:
         """Ends the mode, and waits until captures are written. Later calls do nothing."""

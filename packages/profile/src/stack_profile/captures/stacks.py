@@ -25,13 +25,15 @@ from stack_profile.errors import CaptureError
 
 __all__ = ["HIGHEST_HZ", "STACKS_HZ", "StackSampler"]
 
-STACKS_HZ: Final = 100.0
+STACKS_HZ: Final = 50.0
 HIGHEST_HZ: Final = 1000.0
-# Maximum share of one processor for sampling; with many threads or deep stacks, the interval grows instead.
-_MOST_SHARE: Final = 0.01
+# Maximum share of one processor for sampling; with many threads or deep stacks, the interval grows instead. A program
+# that uses two processors loses about as much as this: its threads wait for the one that the sampler interrupts.
+_MOST_SHARE: Final = 0.005
 # A thread that holds the interpreter lock yields it to the sampler after this time. With Python's 5 ms, short Python
-# code would seem to be where it next releases the lock, for example in the following call of JAX.
-_SWITCH_S: Final = 0.0005
+# code would seem to be where it next releases the lock, for example in the following call of JAX. With 0.5 ms, an
+# engine that decodes on several threads lost 4% of its tokens/s.
+_SWITCH_S: Final = 0.002
 _DEEPEST: Final = 200  # frames of a stack; the outermost of deeper stacks are missing
 _MOST_RUNS: Final = 1_000_000
 _MOST_PAUSES: Final = 100_000

@@ -136,12 +136,6 @@ class Watch:
             if self._is_lost() or (not self._steps and self._window_s >= longest_s):
                 self._renew()
 
-    @property
-    def is_within_share(self) -> bool:
-        """True while the mode's processor time is at most the permitted share of the time."""
-        with self._lock:
-            return not self._writing and self.cost_s <= self._share * self.watched_s
-
     def close(self) -> None:
         """Stops watching, and waits until saved traces are written. Later calls do nothing."""
         import jax

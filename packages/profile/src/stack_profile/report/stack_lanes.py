@@ -143,8 +143,8 @@ class StackLanes:
         yield from (lane for lane in lanes if lane is not None)
 
 
-# A thread that runs Python hands over the lock after 0.5 ms (`captures.stacks`), so shorter waits are everywhere.
-_LONG_WAIT_PS: Final = 1_000_000_000
+# A thread that runs Python hands over the lock after 2 ms (`captures.stacks`), so shorter waits are everywhere.
+_LONG_WAIT_PS: Final = 4_000_000_000
 _Row = tuple[Frame, ...]  # frames of a row, outermost first: one, or several of a library
 
 

@@ -19,7 +19,7 @@ from ..openai.fake_engine import FakeEngine, checkpoint
 @pytest.fixture(autouse=True)
 def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command sets options of its process, which here is that of all tests."""
-    monkeypatch.setattr("stack_serve.commands.serve.keep_compiled", lambda: None)
+    monkeypatch.setattr("stack_serve.commands.serve_language_model.keep_compiled", lambda: None)
 
 
 @pytest.fixture

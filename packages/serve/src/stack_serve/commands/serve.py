@@ -1,12 +1,6 @@
 """`stack serve`: a server of a model with OpenAI's API, or of bundles with the Open Inference Protocol."""
 
-import json as json_format
 import os
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,16 +8,16 @@ from cyclopts import Parameter
 
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
-from stack_core.runtime.compile_cache import keep_compiled
 from stack_serve.checks import API_KEY_VARIABLE
-from stack_serve.commands.collecting import collections_paused, resume_collections
-from stack_serve.commands.messages import print_ready, say
+from stack_serve.commands.collecting import collections_paused
+from stack_serve.commands.messages import say
+from stack_serve.commands.options import check_known, select_options
 from stack_serve.commands.serve_images import serve_images
-from stack_serve.commands.serve_repository import check_known, serve_repository
+from stack_serve.commands.serve_language_model import serve_language_model
+from stack_serve.commands.serve_repository import serve_repository
 
 __all__ = ["serve"]
 
-_BETWEEN_LINES_S = 5.0
 _OF_REPOSITORIES = frozenset({"grpc_port", "live_versions", "max_json_bytes", "poll_s"})
 _COMMON = {"access_log", "api_key", "api_key_file", "cors_origin", "json", "model", "model_name"}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -173,7 +167,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         raise ConfigError("Name what to serve: either a model, or --repository DIR with bundles.")
     is_image_model = model is not None and has_image_model(model)
     kind = ServerConfig if model is None else ImageServerConfig if is_image_model else OpenAIConfig
-    listening = _only(kind, options)
+    listening = select_options(kind, options)
     named = (*api_key, *(_keys_of(api_key_file) if api_key_file is not None else ()))
     keys = named or tuple(filter(None, [os.environ.get(API_KEY_VARIABLE)]))
     listening |= {"api_keys": keys, "cors_origins": cors_origin}
@@ -198,173 +192,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         serve_images(str(model), config, json=json)
     else:
         assert model is not None
-        _serve(model, engine or "llm", config, options, json=json)
-
-
-def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *, json: bool) -> None:
-    from stack_core.abi.plugins import registries
-
-    # These imports are too slow for `stack --help`.
-    from stack_serve.http.server import HttpServer, listen
-    from stack_serve.llm.config import EngineConfig
-    from stack_serve.openai.lifecycle import OpenAIApp
-    from stack_serve.openai.service import Service
-
-    given = _engine_options(EngineConfig, options)
-    if engine_name != "llm" and given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} for the engine llm, not for {engine_name}.")
-    engine_config = parse(EngineConfig, given)
-    parallel = _parallel_config(engine_name, engine_config, options)
-    registries.engines[engine_name]  # fail on an unknown name before loading a large model
-    with listen(config) as listener:  # fail on a used address before loading a large model
-        keep_compiled()
-        say(f"loading {model}")
-        checkpoint = _open_model(model, parallel)
-        adapters, engines = tuple(engine_config.adapters), 1 if parallel is None else parallel.engines
-        service = Service(checkpoint, config, engine_config.max_tokens, adapters, engines=engines)
-
-        made: Any = None
-
-        def engine() -> Any:
-            nonlocal made
-            progress = _progress_printer(service)
-            if parallel is None:
-                made = _make_engine(engine_name, checkpoint, engine_config, progress)
-            else:
-                made = _make_engines(model, engine_config, parallel, progress)
-            service.progress = "compiling"
-            say("compiling the first programs; requests get status 503 until it is done")
-            return made
-
-        def announce(address: str) -> None:
-            resume_collections()
-            if json:
-                print_ready(address, model=service.names[0])
-            say(f"{service.names[0]} is served at {address}/v1")
-            if sys.stderr.isatty():
-                print(_next_steps(address, service.names[0], service.is_encoder), file=sys.stderr, flush=True)
-            if engine_name == "llm" and made is not None:
-                say(f"memory: {made.memory()}")
-
-        # Limits how long the event loop and the engine wait for the GIL (default 5 ms).
-        sys.setswitchinterval(0.001)
-        HttpServer(OpenAIApp(service, engine), listener, config, announce=announce).run()
-
-
-def _progress_printer(service: Any) -> Any:
-    """Returns a callback that shows the progress of compilation, to clients and on standard error."""
-    printed_s = time.monotonic()
-
-    def progress(program: str, compiled: int, total: int) -> None:
-        nonlocal printed_s
-        service.progress = f"compiled {compiled} of {total} programs, most recently {program}"
-        if sys.stderr.isatty():
-            line = f"\r\x1b[Kstack: {service.progress}"
-            print(line, end="\n" * (compiled == total), file=sys.stderr, flush=True)
-        elif compiled in (1, total) or time.monotonic() >= printed_s + _BETWEEN_LINES_S:
-            printed_s = time.monotonic()
-            say(service.progress)
-
-    return progress
-
-
-def _open_model(model: str, parallel: Any) -> Any:
-    from stack_core.abi.model_formats import open_for_generation
-
-    if parallel is None:
-        return open_for_generation(model, encoders=True)
-    import jax
-
-    from stack_serve.parallel.opening import check_parallel
-
-    jax.config.update("jax_platforms", "cpu")  # the devices belong to the engines' processes
-    checkpoint = open_for_generation(model, encoders=True)
-    check_parallel(checkpoint, parallel)
-    return checkpoint
-
-
-def _make_engines(model: str, config: Any, parallel: Any, progress: Any) -> Any:
-    from stack_serve.parallel.engine import ParallelEngine
-    from stack_serve.parallel.opening import open_replica
-
-    return ParallelEngine(partial(open_replica, model, config), config, parallel, progress=progress)
-
-
-def _parallel_config(engine_name: str, engine_config: Any, options: dict[str, Any]) -> Any:
-    """Returns the settings of several engines, or None for one in this process."""
-    from stack_serve.parallel.config import ParallelConfig
-
-    given = _only(ParallelConfig, options)
-    if not given:
-        return None
-    if engine_name != "llm":
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"{flags}: for the engine llm, not for {engine_name}. Leave it out.")
-    config = parse(ParallelConfig, given)
-    if config.prefill_engines and (engine_config.draft_model is not None or engine_config.prefix_caching is False):
-        raise ConfigError(
-            "--prefill-engines hands keys over to the prefix cache, which --no-prefix-caching turns off, and whose "
-            "pages lack the keys of a --draft-model. Leave one of the options out."
-        )
-    if config.engines > 1:
-        return config
-    if "router" in given:
-        raise ConfigError("--router chooses among several engines. Add --data-parallel 2, or leave it out.")
-    return None
-
-
-def _make_engine(name: str, checkpoint: Any, config: Any, progress: Any) -> Any:
-    from stack_core.abi.engines import checked_engine
-    from stack_core.abi.plugins import registries
-    from stack_core.text.embeddings import check_generates, is_encoder
-    from stack_serve.llm.encoder_engine import EncoderEngine
-
-    if name != "llm":
-        check_generates(checkpoint)
-        return checked_engine(name, registries.engines[name](checkpoint))
-    make = EncoderEngine if is_encoder(checkpoint) else registries.engines[name]
-    return checked_engine(name, make(checkpoint, config, progress=progress))
-
-
-def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Selects the options that are fields of a config class."""
-    names = {field.name for field in fields(cls)}
-    return {name: value for name, value in options.items() if name in names}
-
-
-def _engine_options(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the engine among the options."""
-    adapters = _adapters_of(options.get("adapter", ()))
-    given: dict[str, Any] = _only(cls, options) | ({"adapters": adapters} if adapters else {})
-    if "speculation" in given:
-        given["speculation"] = _speculation_of(given["speculation"])
-    return given
-
-
-def _adapters_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Parses NAME=DIR arguments into a mapping from adapter name to address."""
-    found: dict[str, str] = {}
-    for each in arguments:
-        name, _, address = each.partition("=")
-        if not name or not address:
-            raise ConfigError(f"--adapter {each}: expected NAME=DIR, such as mine=runs/lora.")
-        if name in found:
-            raise ConfigError(f"Two adapters have the name {name!r}. Give each a unique name.")
-        found[name] = address
-    return found
-
-
-def _speculation_of(argument: str) -> Any:
-    """Parses a method of speculation, or its settings as JSON."""
-    if not argument.startswith("{"):
-        return argument
-    try:
-        return json_format.loads(argument)
-    except json_format.JSONDecodeError as error:
-        raise ConfigError(
-            f"--speculation {argument}: {error}. Give ngram, draft or mtp, or its settings as JSON."
-        ) from None
+        serve_language_model(model, engine or "llm", config, options, json=json)
 
 
 def _keys_of(path: Path) -> list[str]:
@@ -389,16 +217,3 @@ def _log_access() -> None:
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
-
-
-def _next_steps(address: str, model: str, is_encoder: bool) -> str:
-    """Returns what to try with a server, for a person at a terminal."""
-    if is_encoder:
-        body = json_format.dumps({"model": model, "input": "Hello"})
-        return f"  from a script: curl {address}/v1/embeddings -H 'Content-Type: application/json' -d '{body}'"
-    body = json_format.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
-    return (
-        f"  in a browser:  {address}/\n"
-        f"  in a terminal: stack chat {address}\n"
-        f"  from a script: curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-    )

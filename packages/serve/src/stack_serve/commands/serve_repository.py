@@ -2,20 +2,20 @@
 
 import os
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stack_core.abi.config import parse
-from stack_core.abi.errors import ConfigError
 from stack_serve.commands.collecting import resume_collections
 from stack_serve.commands.messages import print_ready, say
+from stack_serve.commands.options import check_known, select_options
 
 if TYPE_CHECKING:
     from stack_serve.http.config import ServerConfig
 
-__all__ = ["check_known", "serve_repository"]
+__all__ = ["serve_repository"]
 
 _BODY_BYTES = 2**28  # larger than the default of ServerConfig because requests contain tensors
 _OWN = {"access_log", "api_key", "api_key_file", "cors_origin", "json", "repository"}
@@ -34,12 +34,12 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
     from stack_serve.inference.watching import scan
     from stack_serve.oip.served import InferenceApp
 
-    own = {field.name for field in fields(InferenceConfig)}
-    known = own | {field.name for field in fields(type(config))} | _OWN
+    own = select_options(InferenceConfig, options)
+    known = own.keys() | select_options(type(config), options).keys() | _OWN
     check_known(options, known, "for language models only. Leave them out with --repository")
     if "max_body_bytes" not in options:
         config = replace(config, max_body_bytes=_BODY_BYTES)
-    inference = parse(InferenceConfig, {name: value for name, value in options.items() if name in own})
+    inference = parse(InferenceConfig, own)
     scan(repository)  # fail on a bad repository before the server starts
     with listen(config) as listener:
         service = Service(repository, inference)
@@ -61,10 +61,3 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
         if service.is_busy:
             sys.stdout.flush()
             os._exit(0)  # a running compilation or program cannot be interrupted
-
-
-def check_known(options: Collection[str], known: Collection[str], problem: str) -> None:
-    """Raises ConfigError if an option does not apply."""
-    if foreign := sorted(set(options).difference(known)):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise ConfigError(f"{names}: {problem}.")

@@ -1,4 +1,4 @@
-"""Whatever fails at whatever point of an engine, every request that it accepted ends once."""
+"""Every accepted request ends exactly once, wherever the engine fails."""
 
 import contextlib
 import sys
@@ -28,7 +28,7 @@ from .tiny_checkpoint import TinyCheckpoint, random_params
 
 CONFIG = EngineConfig(max_sequences=2, step_tokens=8, page_tokens=4, pages=6, max_tokens=16)
 MODULES = (engine_module, loop, output, pages, scheduler, dispatcher, work, sys.modules[__name__])
-# Of these the last resort is made: what a thread begins with, what ends requests when something failed, and locks.
+# The last resort: entry points of threads, the code that ends requests after a failure, and locks.
 LAST_RESORT = {"_run", "_next", "_end_all", "_fail", "_bare_end", "close", "__enter__", "__exit__"}
 
 
@@ -73,7 +73,7 @@ Point = tuple[str, str, int]
 
 
 class Tracer:
-    """Watches the calls that an engine's threads make from its modules, and fails one of them.
+    """Records the calls that the threads of an engine make from its modules, and makes one of them fail.
 
     Attributes:
       points: callee, and the file and line of the call.
@@ -101,7 +101,7 @@ class Tracer:
 
 
 def _checks_types(frame: FrameType | None) -> bool:
-    """Whether it is what tests put around functions, or what dataclasses are made of."""
+    """Returns whether a frame belongs to a run-time type check or to generated code of a dataclass."""
     return frame is not None and (frame.f_code.co_filename.startswith("<") or "jaxtyping" in frame.f_code.co_filename)
 
 
@@ -110,9 +110,10 @@ def _is_of_engine(frame: FrameType) -> bool:
 
 
 def ends_of(tracer: Tracer) -> tuple[Counter[Any], Counter[Any]]:
-    """How often each continuation was told of its end, and how often it should have been: once, if it was accepted."""
+    """Returns how often each continuation ended, and the expected number: one if it was accepted."""
     told = list[GenerationUpdate]()
     engine = LLMEngine(TinyCheckpoint(tokenizer=Words()), CONFIG)
+    assert isinstance(engine._programs, FakePrograms)
     accepted: dict[str, int] = {}
 
     def submit(name: str, prompt: tuple[int, ...], **sampling: Any) -> None:
@@ -150,7 +151,7 @@ def test_a_failure_at_any_point_leaves_no_request_without_its_end(monkeypatch: p
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     before = sys.gettrace()
     points: dict[Point, None] = {}
-    for _ in range(3):  # which points there are depends on how the threads take turns
+    for _ in range(3):  # the reachable points depend on the order of the threads
         tracer = Tracer()
         ends, expected = ends_of(tracer)
         assert ends == expected

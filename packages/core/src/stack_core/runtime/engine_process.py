@@ -159,7 +159,7 @@ class EngineProcess(Engine):
             self._requests[name] = progress
         try:
             self._call("submit", request, receives=receive is not None)
-        except BaseException:
+        except BaseException:  # including Ctrl-C: a request that was not accepted must not reserve its id
             self._requests.pop(name, None)
             raise
         progress.is_accepted = True

@@ -450,7 +450,7 @@ class LLMEngine(Engine):
         def run() -> None:
             try:
                 future.set_result(action())
-            except Exception as error:  # raised to the caller
+            except Exception as error:  # the caller raises it, and the engine runs on
                 future.set_exception(error)
             with self._lock:
                 self._lock.notify_all()

@@ -100,5 +100,5 @@ class Work:
         """Passes an update to the receiver."""
         try:
             self.receive(update)
-        except BaseException:  # A failing receiver must not affect other requests.
+        except BaseException:  # Not even `CancelledError` or `SystemExit` may end the thread that serves all requests.
             _LOG.exception("The receiver of request %r failed", self.request.request_id)

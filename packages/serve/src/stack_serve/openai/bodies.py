@@ -41,7 +41,7 @@ _SPACES = "skip_special_tokens alone says whether special tokens are part of the
 _LEAVE = "Leave it out"
 
 _CHOICES = {"functions": "function_call"}
-"""Fields that describe what the field behind them forbids, if it is "none"."""
+"""Fields that take no effect if the second field is "none"."""
 
 _FOREIGN: Mapping[str, _Foreign] = {
     "audio": _Foreign(_TEXT_ONLY),
@@ -149,7 +149,7 @@ def explain(error: pydantic.ValidationError, names: Mapping[str, str] | None = N
     problem = error.errors(include_url=False, include_context=False)[0]
     place = [str(part) for part in problem["loc"]]
     place[:1] = [(names or {}).get(name, name) for name in place[:1]]
-    # A union's branches are named in the place of a mistake; the field itself is what clients know.
+    # Pydantic adds the branch of a union to the path of an error, which clients do not know.
     where = ".".join(part for part in place if part.isidentifier() or part.isdigit())[:100]
     if problem["type"] == "missing":
         return bad_request(f"{where} is missing; it has no default.", param=where)

@@ -53,7 +53,7 @@ class ImageLoader:
 
     Args:
       remote: True if http(s) URLs are fetched.
-      max_bytes: maximum total size of fetched images. Those of data URLs are in the body, whose size is limited.
+      max_bytes: maximum total size of fetched images. The limit of request bodies applies to the images of data URLs.
     """
 
     def __init__(self, remote: bool, max_bytes: int) -> None:
@@ -69,7 +69,7 @@ class ImageLoader:
             return data_of_url(url)
         if not url.startswith(("http://", "https://")) or not self._remote:
             raise GenerationError(
-                f"The image {url[:60]!r} is no data URL, and this server fetches no others. Send its contents: "
+                f"The image {url[:60]!r} is no data URL, and this server does not fetch other URLs. Send its contents: "
                 "data:image/png;base64,... (or start the server with --remote-images)."
             )
         try:

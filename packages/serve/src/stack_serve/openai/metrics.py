@@ -133,7 +133,7 @@ class Progress:
                 self._metrics.longest_tokens.observe(max(self._tokens.values()))
 
     def end(self, reason: str, continuations: int) -> None:
-        """Counts so many continuations, of which no update will tell, as ended."""
+        """Counts continuations that ended without a last update."""
         self._metrics.ended[reason].inc(continuations)
 
     def _observe_times(self, times: RequestTimes, tokens: int) -> None:

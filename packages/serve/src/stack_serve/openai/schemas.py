@@ -1,4 +1,4 @@
-"""The bodies of requests. A field is here if it takes effect, or asks for nothing that the answer would show.
+"""Bodies of requests, with the fields that take effect or change nothing in the answer.
 
 `null` is the same as leaving a field out, at the top of a body.
 """

@@ -368,7 +368,7 @@ class ParallelEngine(Engine):
     def _start_all(self, compile_with: str | None) -> None:
         try:
             processes = _on_threads([partial(self._start, number, compile_with) for number in range(self._count)])
-        except BaseException:
+        except BaseException:  # including Ctrl-C: the processes that have started must not outlive this call
             self.close()
             raise
         properties = processes[0].properties
@@ -402,7 +402,7 @@ class ParallelEngine(Engine):
             if self._limits is not None:  # a restart, after which the engine lacks later changes
                 try:
                     self._repeat_changes(process, properties.adapters)
-                except BaseException:
+                except BaseException:  # whichever it is, nothing else refers to the process, which must end
                     process.close()
                     raise
             with self._lock:
@@ -514,7 +514,7 @@ class ParallelEngine(Engine):
             process.submit(request, partial(self._reject, running), handover)
         else:
             process.prefill(request, partial(self._hand_over, running))
-        # `abort` may have told the engine before.
+        # `abort` may have reached the engine before the request.
         if running.is_aborted:
             process.abort(request.request_id)
 

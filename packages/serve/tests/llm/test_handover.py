@@ -58,3 +58,10 @@ def test_an_engine_without_prefixes_takes_no_pages() -> None:
     engine = LLMEngine(TinyCheckpoint(), EngineConfig(**SIZES, prefix_caching=False))
     with pytest.raises(ConfigError, match=r"no prefix cache.*Leave out prefill_engines"):
         engine.prepare_handover()
+
+
+def test_an_engine_with_a_draft_model_takes_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stack_serve.llm.engine.open_for_generation", lambda _: TinyCheckpoint())
+    engine = LLMEngine(TinyCheckpoint(), EngineConfig(**SIZES, speculation="draft", draft_model="DRAFT"))
+    with pytest.raises(ConfigError, match=r"a draft model.*Leave out prefill_engines"):
+        engine.prepare_handover()

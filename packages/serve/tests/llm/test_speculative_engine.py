@@ -164,11 +164,13 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(engine: LLMEngine) -> N
     assert outcome(found[-1]) == outcome(alone)
 
 
-def test_aborted_requests_return_their_pages(plain: LLMEngine, engine: LLMEngine) -> None:
+@pytest.mark.parametrize("name", ["engine", pytest.param("drafting", marks=pytest.mark.slow)])
+def test_aborted_requests_return_their_pages(plain: LLMEngine, request: pytest.FixtureRequest, name: str) -> None:
+    engine = request.getfixturevalue(name)
     for number in range(8):
-        request = request_of(f"left {number}", max_tokens=200, n=4, constraint=Constraint(regex="(abc|abd)+"))
-        engine.submit(request)
-        updates = engine.stream(request.request_id)
+        left = request_of(f"left {number}", max_tokens=200, n=4, constraint=Constraint(regex="(abc|abd)+"))
+        engine.submit(left)
+        updates = engine.stream(left.request_id)
         for _ in range(1 + 3 * number):
             next(updates)
         updates.close()
@@ -176,9 +178,10 @@ def test_aborted_requests_return_their_pages(plain: LLMEngine, engine: LLMEngine
     assert assert_equal(plain, engine, request_of("afterwards", max_tokens=100)) > 0
 
 
-def test_new_weights_may_come_between_steps_with_drafts(engine: LLMEngine) -> None:
-    request = request_of("new weights", max_tokens=200)
-    engine.submit(request)
+@pytest.mark.parametrize("name", ["engine", "drafting"])
+def test_new_weights_may_come_between_steps_with_drafts(request: pytest.FixtureRequest, name: str) -> None:
+    engine = request.getfixturevalue(name)
+    engine.submit(request_of("new weights", max_tokens=200))
     updates = engine.stream("new weights")
     tokens = [token for _ in range(3) for token in next(updates).tokens]
     engine.update_weights(byte_checkpoint().read(), kv="recompute")
@@ -279,13 +282,16 @@ def test_keys_of_a_draft_model_serve_later_prompts_until_the_engine_sleeps(
 
 
 @pytest.mark.slow  # another engine
-def test_a_draft_model_equal_to_the_served_model_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cache_dtype", ["model", "int8"])
+def test_a_draft_model_equal_to_the_served_model_is_always_accepted(
+    monkeypatch: pytest.MonkeyPatch, cache_dtype: Any
+) -> None:
     """Missing keys, or keys of other pages, would lower the acceptance without changing an answer."""
     monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
     monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
     monkeypatch.setattr("stack_serve.llm.engine.open_for_generation", lambda address: byte_checkpoint())
     speculation = SpeculationConfig(method="draft", tokens=3)
-    config = dataclasses.replace(CONFIG, speculation=speculation, draft_model="DRAFT")
+    config = dataclasses.replace(CONFIG, speculation=speculation, draft_model="DRAFT", cache_dtype=cache_dtype)
     with LLMEngine(byte_checkpoint(), config) as engine:
         for number in range(8):
             settings: dict[str, Any] = {"temperature": 0.5 * (number % 3), "seed": number, "top_p": 0.9}

@@ -241,7 +241,7 @@ class EngineLoop:
         """Clears the prefix cache, whose pages are about to be freed or have keys of old weights."""
         forget_prefixes(self._state)
         if self._proposer is not None:
-            self._proposer.forget()
+            self._proposer.forget(self._state.weights_version)
 
     def export_pages(self, request: GenerationRequest, adapter: int | None) -> ExportedPages:
         """Launches copies of the cached pages of a prompt; see `handover`."""

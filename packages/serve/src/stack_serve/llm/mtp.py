@@ -107,6 +107,14 @@ class MtpPrograms(Programs):
         """The weights without adapters, which the layer does not have."""
         return replace(self._weights, pool=None)
 
+    @property
+    def _exchanged_pools(self) -> Any:
+        # Without the keys of the layer: prefill engines compute none, and the receiver may have recorded its own.
+        return replace(self._layers, mtp=replace(self._layers.mtp, layer=None))
+
+    def _replace_exchanged(self, pools: Any) -> None:
+        self._layers = replace(pools, mtp=replace(pools.mtp, layer=self._layers.mtp.layer))
+
     def _find_states(self) -> Any:
         return cached_states(self._checkpoint, self._config)
 

@@ -547,9 +547,10 @@ class Programs:
         """
         padded = np.zeros(HANDOVER_PAGES, np.int32)
         padded[: len(pages)] = pages
-        device = jax.tree.leaves(self._layers)[0].sharding.device_set
+        pools = self._exchanged_pools
+        device = jax.tree.leaves(pools)[0].sharding.device_set
         first = min(device, key=lambda each: each.id)
-        return tuple(jax.device_put(array, first) for array in self._program(("export",))(self._layers, padded))
+        return tuple(jax.device_put(array, first) for array in self._program(("export",))(pools, padded))
 
     def import_pages(self, pages: Sequence[int | None], arrays: Sequence[Any]) -> None:
         """Writes exported pages to pages of all layers.
@@ -560,7 +561,16 @@ class Programs:
         """
         padded = np.full(HANDOVER_PAGES, self._step.pages, np.int32)  # out of range: not written
         padded[: len(pages)] = [self._step.pages if page is None else page for page in pages]
-        self._layers = self._program(("import",))(self._layers, padded, self._placement.replicated(tuple(arrays)))
+        pools = self._program(("import",))(self._exchanged_pools, padded, self._placement.replicated(tuple(arrays)))
+        self._replace_exchanged(pools)
+
+    @property
+    def _exchanged_pools(self) -> Any:
+        """The pools whose pages engines exchange."""
+        return self._layers
+
+    def _replace_exchanged(self, pools: Any) -> None:
+        self._layers = pools
 
     def _page_axis(self, pool: Any) -> int:
         return pool.ndim - len(self._step.layout) + self._step.layout.index("p")
@@ -574,7 +584,7 @@ class Programs:
         return tuple(jnp.concatenate(each, axis=1) for each in by_dtype.values())
 
     def _lowered_export(self) -> Any:
-        return jax.jit(self._exported).lower(self._layers, _int32(HANDOVER_PAGES))
+        return jax.jit(self._exported).lower(self._exchanged_pools, _int32(HANDOVER_PAGES))
 
     def _lowered_import(self) -> Any:
         def write(layers: Any, pages: Any, arrays: tuple[Any, ...]) -> Any:
@@ -591,11 +601,11 @@ class Programs:
 
             return jax.tree.map(put, layers)
 
-        pages = _int32(HANDOVER_PAGES)
-        exported = jax.eval_shape(self._exported, self._layers, pages)
-        shardings = jax.tree.map(lambda pool: pool.sharding, self._layers)
+        layers, pages = self._exchanged_pools, _int32(HANDOVER_PAGES)
+        exported = jax.eval_shape(self._exported, layers, pages)
+        shardings = jax.tree.map(lambda pool: pool.sharding, layers)
         arrays = jax.tree.map(lambda each: self._placement.replicated(jnp.zeros(each.shape, each.dtype)), exported)
-        return jax.jit(write, donate_argnums=0, out_shardings=shardings).lower(self._layers, pages, arrays)
+        return jax.jit(write, donate_argnums=0, out_shardings=shardings).lower(layers, pages, arrays)
 
     def _packed(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, row_bucket: int) -> np.ndarray:
         """Packs the rows of a step into one array and pads it with rows of the padding slot."""

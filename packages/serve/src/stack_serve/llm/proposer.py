@@ -118,6 +118,7 @@ class Proposer(ABC):
         self._step_tokens, self._page_tokens = config.step_tokens, config.page_tokens
         self._max_positions, self._usual_tokens = max_positions, usual_tokens
         self._digests: dict[int, bytes] = {}
+        self._weights_version = 0
 
     @property
     def separate_programs(self) -> list[Programs]:
@@ -125,7 +126,7 @@ class Proposer(ABC):
         return [] if self.programs is self.served else [self.programs]
 
     def room(self, drafts: ModelDrafts) -> int:
-        """Returns the number of tokens by which a sequence can be continued, 0 after images."""
+        """Returns the maximum number of tokens to draft for a sequence, 0 if its prompt has images."""
         if drafts.sequence.images:
             return 0
         return max(self._max_positions - len(drafts.sequence.tokens), 0)
@@ -169,9 +170,14 @@ class Proposer(ABC):
             self._add_keys(drafts, self._count_keys(count))
         return [tuple(tokens[: row.tokens - 1, place].tolist()) for place, (row, _) in enumerate(rows)]
 
-    def forget(self) -> None:
-        """Clears the record of computed pages, which are about to be freed or have keys of old weights."""
+    def forget(self, weights_version: int) -> None:
+        """Clears the record of computed pages, which are about to be freed or have keys of old weights.
+
+        Args:
+          weights_version: number of `SchedulerState`. Pages of sequences that started with another are not recorded.
+        """
         self._digests.clear()
+        self._weights_version = weights_version
 
     @abstractmethod
     def _fill(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray) -> None:
@@ -194,9 +200,11 @@ class Proposer(ABC):
         start = drafts.computed_tokens
         drafts.computed_tokens = start + tokens
         sequence = drafts.sequence
+        # Hidden states of old weights give keys that later sequences must not find.
+        is_current = sequence.weights_version == self._weights_version
         for number in range(start // self._page_tokens, -(-(start + tokens) // self._page_tokens)):
             is_full = (number + 1) * self._page_tokens <= min(start + tokens, sequence.computed_tokens)
-            if is_full and number < len(sequence.digests):
+            if is_current and is_full and number < len(sequence.digests):
                 self._digests[sequence.pages[number]] = sequence.digests[number]
             else:
                 self._digests.pop(sequence.pages[number], None)

@@ -57,13 +57,13 @@ class Importance:
                 raise ConversionError(f"{path}: {name} has negative or infinite numbers or NaN. Measure it again.")
         return found
 
-    def of(self, rule: WeightRule, tensor: str, own: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    def of(self, rule: WeightRule, tensor: str, gguf_name: str, shape: tuple[int, ...]) -> np.ndarray | None:
         """Returns the importance of a tensor's columns, float32[..., 1, d_in]; None if the file lacks it.
 
         Args:
           rule: location of the parameter.
           tensor: name of the tensor in Hugging Face checkpoints.
-          own: name of the tensor in GGUF.
+          gguf_name: name of the tensor in GGUF.
           shape: shape of the parameter.
 
         Raises:
@@ -78,12 +78,12 @@ class Importance:
             # One entry along the first axes would stand for all layers and experts.
             leading = shape[: max(len(shape) - 2, 0)]
             return rule.tensors(np.broadcast_to(array, (*leading, *array.shape[len(leading) :])))[tensor]
-        if (array := self.of_tensors.get(own)) is not None:
-            self._used.add(own)
+        if (array := self.of_tensors.get(gguf_name)) is not None:
+            self._used.add(gguf_name)
             full = next(iter(rule.tensor_shapes(shape).values()))
             found, expected = (tuple(each[:-2]) + tuple(each[-1:]) for each in (array.shape, full))
             if found != expected:
-                raise self._other_model(own, found, expected)
+                raise self._other_model(gguf_name, found, expected)
         return array
 
     def check_used(self) -> None:

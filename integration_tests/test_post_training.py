@@ -161,6 +161,26 @@ def test_other_objectives_on_pairs_learn_what_is_preferred(name, base, template,
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
 
 
+def test_kto_learns_from_labels_and_its_run_is_quantized_on_them(base, template, tmp_path):
+    words = ["red", "blue", "up", "down"]
+    answers = [
+        {"prompt": f"{a} or {b}?", "completion": answer, "label": label}
+        for a in words
+        for b in words
+        if a != b
+        for answer, label in ((a, True), (f"not {a}", False))
+    ]
+    data = {"name": "judged", "source": jsonl(tmp_path / "answers.jsonl", answers), "chat_template": template}
+    sizes = {"seq_tokens": 48, "batch_size": 8, "validation_fraction": 0.25}
+    sections = {"data": data | sizes, "objective": {"name": "kto"}}
+    train(run(tmp_path / "run", **sections, run={"steps": 10, "init_from": str(base)}))
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+
+    result = quantize(tmp_path / "run", "w8a8", out=tmp_path / "by_labels", algorithm="gptq", calibration_batches=2)
+    assert result.targets > 0 and result.loss_after == pytest.approx(result.loss_before, rel=0.02)
+    assert 0 < result.loss_before < 1  # bounds of the loss of KTO
+
+
 @pytest.mark.slow
 def test_dpo_finds_a_hidden_utility_of_letters(base, template, tmp_path):
     """2,000 pairs without noise: the better answer has the higher sum of its letters' hidden worths."""

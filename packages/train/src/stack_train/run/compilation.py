@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax.nnx.traversals import flatten_mapping
 
+from stack_core.abi.errors import HardwareError
 from stack_core.chips import count_units
 from stack_core.chips.targets import Target, use_target
 from stack_core.programs.flops import Flops
@@ -22,6 +23,8 @@ from stack_train.step.program import Program
 from stack_train.step.staged import is_in_layers
 
 __all__ = ["StepReport", "compile_step"]
+
+_SHOWN_PLACES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,7 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
     """Compiles the train step of a config for a target, from shapes; no arrays are allocated.
 
     Raises:
-      HardwareError: the target's compiler is missing.
+      HardwareError: the target's compiler is missing, or fails for another reason than memory.
       StackError: model, batch and mesh do not fit together.
     """
     # As a run does: a config that cannot train should not compile either.
@@ -199,8 +202,21 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, 
         message = str(error)
         # JAX raises the same class for all errors of XLA; only the text has the status.
         if not message.startswith("RESOURCE_EXHAUSTED"):
-            raise
+            raise _compiler_error(message) from error
         return None, message
+
+
+def _compiler_error(message: str) -> HardwareError:
+    """Converts an error of XLA to an error with its first line and the innermost places in our code."""
+    lines = message.splitlines()
+    # The first ones are the same for all ops.
+    places = [line.strip() for line in lines if ".py:" in line and "/ops/dispatch/" not in line][:_SHOWN_PLACES]
+    traced = f" It was traced at: {'; '.join(places)}." if places else ""
+    return HardwareError(
+        f"XLA failed to compile the step: {lines[0].strip() if lines else 'no message'}{traced} This is a limit of the "
+        "compiler or an error in it. Try model.remat, another mesh, other sizes of the named product, another release "
+        "of jax, or XLA_FLAGS (--xla_gpu_enable_triton_gemm=false for products of GPUs)."
+    )
 
 
 def _mfu(ideal_s: float | None, cost: ProgramCost | None) -> float | None:

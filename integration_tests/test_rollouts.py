@@ -415,6 +415,23 @@ def text_run(tmp_path_factory):
     return config
 
 
+def test_a_run_of_grpo_is_quantized_on_texts(text_run, tmp_path):
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "one and one is", "answer": "2"}\n' * 4)
+    environment = PromptsConfig(source=str(tmp_path / "sums.jsonl"), rewards=(briefly,), max_tokens=4)
+    data = RolloutData(environment=environment, groups=2, group_size=2, seq_tokens=32)
+    settings = RunSettings(steps=1, init_from=str(text_run.output))
+    config = {"model": text_run.model, "data": data, "objective": GRPOConfig(kl=0.0), "run": settings}
+    start(build(RunConfig(output=str(tmp_path / "run"), **config)))
+    for number in range(40):
+        (tmp_path / f"note{number}.txt").write_text(f"one two buckle my shoe, three four and {number}. " * 100)
+    texts, out = f"text:{tmp_path}/note*.txt", tmp_path / "quantized"
+    result = quantize(tmp_path / "run", "w8a8", out=out, data=texts, algorithm="gptq", calibration_batches=2)
+    # The loss of a language model on these texts, as the reward of rollouts is no loss of held-out targets.
+    assert result.targets > 100 and 0 < result.loss_before < math.log(text_run.model.vocab_size) + 1
+    assert result.loss_after == pytest.approx(result.loss_before, rel=0.02)
+    assert run_config(out).objective.name == "grpo" and run_config(out).data.name == "rollouts"
+
+
 def test_a_run_whose_answers_cannot_be_parsed_says_so_once(text_run, tmp_path, capfd):
     (tmp_path / "sums.jsonl").write_text('{"prompt": "one and one is", "answer": "2"}\n' * 4)
     rewards = ({"name": "math", "library": "none"},)

@@ -136,3 +136,16 @@ def test_a_config_without_a_part_or_with_a_pooling_head_is_refused():
         FAMILY.config_map.read({"architectures": written["architectures"]})
     with pytest.raises(ConversionError, match="vision_use_head=True, not False"):
         FAMILY.config_map.read({**written, "vision_config": {**written["vision_config"], "vision_use_head": True}})
+
+
+def test_keys_of_the_preprocessor_are_the_models_or_refused():
+    written = FAMILY.preprocessor(CONFIG)
+    assert FAMILY.preprocessed(CONFIG, written) == FAMILY.preprocessed(CONFIG, {}) == CONFIG
+    crops = {"do_pan_and_scan": False, "pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": None}
+    assert FAMILY.preprocessed(CONFIG, {**written, **crops}) == CONFIG
+    refused = {"do_pan_and_scan": True, "size": {"height": 22, "width": 23}, "resample": 3, "image_mean": [0.4] * 3}
+    refused |= {"image_std": [1.0] * 3, "image_seq_length": 9, "crop_size": {"height": 4}, "do_rescale": False}
+    with pytest.raises(ConversionError) as caught:
+        FAMILY.preprocessed(CONFIG, refused)
+    for name, value in refused.items():
+        assert f"{name}={value!r}" in str(caught.value)

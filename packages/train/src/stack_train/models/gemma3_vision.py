@@ -19,24 +19,24 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.abi.caches import KVCache
 from stack_core.abi.config import config
-from stack_core.abi.errors import ArgumentError, ConfigError, ConversionError
+from stack_core.abi.errors import ArgumentError, ConfigError
 from stack_core.abi.models import ImageTokens, Outputs
 from stack_train.models import gemma3
 from stack_train.models.decoder import Decoder, DecoderSpec
 from stack_train.models.gemma3 import Gemma3Settings
 from stack_train.models.reader import ConfigMap, Reader
-from stack_train.models.vision_decoder import NestedFamily
+from stack_train.models.vision_decoder import NestedFamily, VisionConfigMap
 from stack_train.models.weight_map import WeightRule
 from stack_train.nn.linear import Linear
 from stack_train.nn.residual import Norm
 from stack_train.vision.image_tokens import place_features
+from stack_train.vision.preprocessor import read_square_preprocessor, write_square_preprocessor
 from stack_train.vision.reader import MODES
 from stack_train.vision.siglip import Siglip, SiglipConfig, read_siglip, siglip_rules, write_siglip
 from stack_train.vision.square_images import SquareImages
 
 __all__ = ["FAMILY", "Gemma3Vision", "Gemma3VisionConfig"]
 
-_ARCHITECTURE = "Gemma3ForConditionalGeneration"
 _TOWER, _PROJECTOR = "vision_tower.vision_model.", "multi_modal_projector."
 
 
@@ -176,57 +176,40 @@ class Gemma3Vision(Decoder):
         return self.projector(self.vision(pixels))
 
 
-class _ConfigMap(ConfigMap):
+class _ConfigMap(VisionConfigMap):
     """Mapping between the config and a `config.json` with a `text_config` and a `vision_config`."""
 
-    def read(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
-        """Converts a `config.json` to fields of our config.
+    def text_map(self, model_type: str | None) -> ConfigMap:
+        return gemma3.FAMILY.config_map
 
-        Raises:
-          ConversionError: the model does not support a setting, or a key is unknown; the message lists every problem.
-        """
-        outer = Reader(mapping)
-        parts = {name: outer.get(name) for name in ("text_config", "vision_config")}
-        if missing := [name for name, part in parts.items() if not isinstance(part, Mapping)]:
-            raise ConversionError(f"{_ARCHITECTURE}: config.json has no {' and no '.join(missing)}.")
-        text, vision = dict(parts["text_config"]), Reader(parts["vision_config"])
-        tied = outer.get("tie_word_embeddings", default=True)
-        found = gemma3.FAMILY.config_map.read(text | {"tie_word_embeddings": tied})
-        found["vision"] = read_siglip(vision)
-        found |= {
-            "image_tokens": outer.get("mm_tokens_per_image", default=256),
-            "image_token": outer.get("image_token_index", "image_token_id", default=262_144),
-            "image_begin": outer.get("boi_token_index", "boi_token_id", default=255_999),
-            "image_end": outer.get("eoi_token_index", "eoi_token_id", default=256_000),
+    def tied_default(self, text: Mapping[str, Any]) -> bool:
+        return True
+
+    def read_tower(self, reader: Reader, text: Mapping[str, Any]) -> dict[str, Any]:
+        return read_siglip(reader)
+
+    def read_outer(self, reader: Reader) -> dict[str, Any]:
+        reader.get("initializer_range")  # unused: each part repeats this key
+        return {
+            "image_tokens": reader.get("mm_tokens_per_image", default=256),
+            "image_token": reader.get("image_token_index", "image_token_id", default=262_144),
+            "image_begin": reader.get("boi_token_index", "boi_token_id", default=255_999),
+            "image_end": reader.get("eoi_token_index", "eoi_token_id", default=256_000),
         }
-        outer.get("initializer_range")  # unused: each part repeats this key
-        problems = [*outer.problems, *outer.unread(), *vision.problems, *vision.unread()]
-        if problems:
-            raise ConversionError(
-                f"{_ARCHITECTURE} asks in its config.json for what this model does not do: {'; '.join(problems)}."
-            )
-        return found
 
     def write(self, config: Gemma3VisionConfig) -> dict[str, Any]:
         """Returns the `config.json` of a config."""
-        text = gemma3.FAMILY.config_map.write(config)
-        del text["architectures"]
         tokens = {
             "image_token_index": config.image_token,
             "boi_token_index": config.image_begin,
             "eoi_token_index": config.image_end,
         }
-        return {
-            "architectures": [_ARCHITECTURE],
-            "model_type": self.model_type,
-            "text_config": text,
-            "vision_config": write_siglip(config.vision),
+        more = {
             "mm_tokens_per_image": config.image_tokens,
             **{name: token for name, token in tokens.items() if token is not None},
             "initializer_range": config.initializer_std,
-            "tie_word_embeddings": config.tie_embeddings,
-            "torch_dtype": config.param_dtype,
         }
+        return self.written(config, gemma3.FAMILY.config_map, write_siglip(config.vision), more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +228,14 @@ class _Family(NestedFamily):
             *siglip_rules(config.vision, parameter="vision/", tensor=_TOWER),
         )
 
+    def preprocessed(self, config: Any, mapping: Mapping[str, Any]) -> Any:
+        """Returns the config; raises a ConversionError for a `preprocessor_config.json` of other preprocessing."""
+        return read_square_preprocessor(config, mapping)
+
+    def preprocessor(self, config: Any) -> dict[str, Any]:
+        """Returns the `preprocessor_config.json` of a config."""
+        return write_square_preprocessor(config)
+
     def published_name(self, tensor: str) -> str:
         """See `NestedFamily`."""
         name = super().published_name(tensor)
@@ -256,7 +247,7 @@ class _Family(NestedFamily):
 FAMILY = _Family(
     name="gemma3_vision",
     config_class=Gemma3VisionConfig,
-    config_map=_ConfigMap(architecture=_ARCHITECTURE, model_type="gemma3"),
+    config_map=_ConfigMap(architecture="Gemma3ForConditionalGeneration", model_type="gemma3"),
     text=gemma3.FAMILY,
     spec=gemma3.spec,
     names=gemma3.GEMMA_NAMES,

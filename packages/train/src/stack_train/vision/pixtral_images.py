@@ -8,7 +8,7 @@ from typing import Any, Final
 from stack_core.abi.errors import ConversionError, DataError
 from stack_core.text.images import ImageSize
 from stack_train.vision.packed_images import PackedImages, Resampling, padded_sizes
-from stack_train.vision.preprocessor import apply_preprocessor, is_size
+from stack_train.vision.preprocessor import apply_preprocessor, is_size, read_color
 from stack_train.vision.reader import apply_to_image, upright_size
 
 __all__ = [
@@ -86,8 +86,8 @@ def read_pixtral_preprocessor(config: Any, mapping: Mapping[str, Any]) -> Any:
 
 
 def _read_size_keys(mapping: dict[str, Any], config: Any) -> tuple[dict[str, Any], list[str]]:
-    """Removes the keys of the size and the filter; returns their fields, and the problems of these keys."""
-    problems = []
+    """Removes the keys of size, filter and colors; returns their fields, and the problems of these keys."""
+    vision, problems = read_color(mapping, config.vision)
     size = mapping.pop("size", config.longest_edge)
     edges = {name: value for name, value in size.items() if value is not None} if isinstance(size, Mapping) else size
     match edges:
@@ -104,7 +104,7 @@ def _read_size_keys(mapping: dict[str, Any], config: Any) -> tuple[dict[str, Any
     resample = config.resample if number is None else _RESAMPLING.get(number) if type(number) is int else None
     if resample is None:
         problems.append(f"resample={number!r}, not 2 (bilinear) or 3 (bicubic)")
-    return {"longest_edge": edge, "resample": resample}, problems
+    return {"vision": vision, "longest_edge": edge, "resample": resample}, problems
 
 
 def write_pixtral_preprocessor(config: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Conversion of `preprocessor_config.json`, which describes the preprocessing of images of any size."""
+"""Conversion of `preprocessor_config.json`, which describes the preprocessing of images."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,9 +7,17 @@ from typing import Any, Final
 
 from stack_core.abi.errors import ConfigError, ConversionError
 
-__all__ = ["apply_preprocessor", "is_size", "read_preprocessor", "write_preprocessor"]
+__all__ = [
+    "apply_preprocessor",
+    "is_size",
+    "read_color",
+    "read_preprocessor",
+    "read_square_preprocessor",
+    "write_preprocessor",
+    "write_square_preprocessor",
+]
 
-_BICUBIC: Final = 3  # Pillow's number
+_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
 # Keys with one supported value, which is also the default of transformers.
 _FIXED: Final[Mapping[str, Any]] = {
     "do_resize": True,
@@ -59,7 +67,7 @@ def apply_preprocessor(
     """Returns a config with the preprocessing in a `preprocessor_config.json`.
 
     Args:
-      config: a config whose field `vision` has `mean` and `std` of the channels.
+      config: a config of a model with images.
       mapping: contents of the file.
       fixed: keys with one supported value, besides the keys of all models.
       read_fields: function of the contents and the config that removes the keys of the model's fields from the
@@ -69,16 +77,11 @@ def apply_preprocessor(
       ConversionError: see `read_preprocessor`.
     """
     given = {name: value for name, value in mapping.items() if value is not None and name not in _HARMLESS}
-    tower, fixed = config.vision, {**_FIXED, **fixed}
+    fixed = {**_FIXED, **fixed}
     changes, problems = read_fields(given, config)
     problems += [
         f"{name}={given[name]!r}, not {value!r}" for name, value in fixed.items() if given.get(name, value) != value
     ]
-    mean, std = given.pop("image_mean", tower.mean), given.pop("image_std", tower.std)
-    if not _is_color(mean, tower.channels):
-        problems.append(f"image_mean={mean!r}, not a list of {tower.channels} numbers")
-    if not _is_color(std, tower.channels) or min(std) <= 0:
-        problems.append(f"image_std={std!r}, not a list of {tower.channels} positive numbers")
     # Flags of steps that other models have.
     problems += [
         f"{name}={value!r}"
@@ -90,14 +93,26 @@ def apply_preprocessor(
             f"preprocessor_config.json asks for what the images of {config.name} do not do: {'; '.join(problems)}."
         )
     try:
-        return replace(config, vision=replace(tower, mean=tuple(mean), std=tuple(std)), **changes)
+        return replace(config, **changes)
     except ConfigError as error:
         raise ConversionError(f"preprocessor_config.json does not fit the model: {error}") from error
 
 
+def read_color(mapping: dict[str, Any], tower: Any) -> tuple[Any, list[str]]:
+    """Removes the constants of the channels; returns a tower's config with them, and the problems of their keys."""
+    mean, std = mapping.pop("image_mean", tower.mean), mapping.pop("image_std", tower.std)
+    problems = []
+    if not _is_color(mean, tower.channels):
+        problems.append(f"image_mean={mean!r}, not a list of {tower.channels} numbers")
+    if not _is_color(std, tower.channels) or min(std) <= 0:
+        problems.append(f"image_std={std!r}, not a list of {tower.channels} positive numbers")
+    return tower if problems else replace(tower, mean=tuple(mean), std=tuple(std)), problems
+
+
 def _pixel_bounds(mapping: dict[str, Any], config: Any) -> tuple[dict[str, Any], list[str]]:
-    """Removes the keys of sizes; returns the bounds of the number of pixels, and the problems of these keys."""
-    size, problems = mapping.pop("size", None), list[str]()
+    """Removes the keys of sizes and colors; returns their fields, and the problems of these keys."""
+    vision, problems = read_color(mapping, config.vision)
+    size = mapping.pop("size", None)
     if size is not None and not isinstance(size, Mapping):
         problems.append(f"size={size!r}, not a mapping with 'shortest_edge' and 'longest_edge'")
     edges = {name: value for name, value in size.items() if value is not None} if isinstance(size, Mapping) else {}
@@ -107,7 +122,7 @@ def _pixel_bounds(mapping: dict[str, Any], config: Any) -> tuple[dict[str, Any],
     }
     problems += [f"{name}={value!r}, not a positive integer" for name, value in bounds.items() if not is_size(value)]
     problems += [f"size with {name!r}" for name in edges if name not in ("shortest_edge", "longest_edge")]
-    return bounds, problems
+    return {"vision": vision, **bounds}, problems
 
 
 def is_size(value: Any) -> bool:
@@ -132,4 +147,36 @@ def write_preprocessor(config: Any) -> dict[str, Any]:
         "temporal_patch_size": tower.frames,
         "image_mean": list(tower.mean),
         "image_std": list(tower.std),
+    }
+
+
+def read_square_preprocessor(config: Any, mapping: Mapping[str, Any]) -> Any:
+    """Returns the config of a model with square images, which has no settings of preprocessing.
+
+    Args:
+      config: a `Gemma3VisionConfig`.
+      mapping: contents of the file.
+
+    Raises:
+      ConversionError: see `read_preprocessor`.
+    """
+    # Crops of large images, which act with `do_pan_and_scan` only, a flag that is refused.
+    mapping = {name: value for name, value in mapping.items() if not name.startswith("pan_and_scan_")}
+    return apply_preprocessor(config, mapping, fixed=_square_keys(config), read_fields=lambda *_: ({}, []))
+
+
+def write_square_preprocessor(config: Any) -> dict[str, Any]:
+    """Returns the `preprocessor_config.json` of a model with square images."""
+    kinds = {"image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor"}
+    return {**kinds, **_square_keys(config)}
+
+
+def _square_keys(config: Any) -> dict[str, Any]:
+    side, half = config.vision.image_size, [0.5] * config.vision.channels
+    return {
+        "size": {"height": side, "width": side},
+        "resample": _BILINEAR,
+        "image_mean": half,
+        "image_std": half,
+        "image_seq_length": config.image_tokens,
     }

@@ -28,8 +28,14 @@ from stack_train.variables.model_variables import sharding_rules
 
 __all__ = ["build_program", "model_flops", "naming_sizes", "single_device_program", "traced_step"]
 
-# Config keys that set the sizes of logical axes that are not fields of the model config.
-_SIZES = {"batch": ("data.batch_size", "run.accumulation_steps"), "seq": ("data.seq_tokens",)}
+# Config keys that set the sizes of logical axes with other names, or with several keys.
+_SIZES = {
+    "batch": ("data.batch_size", "run.accumulation_steps"),
+    "seq": ("data.seq_tokens",),
+    "heads": ("model.heads", "model.mamba_heads", "model.value_heads"),
+    "kv_heads": ("model.kv_heads", "model.global_kv_heads", "model.mamba_groups", "model.key_heads"),
+    "mlp": ("model.mlp", "model.expert_mlp", "model.shared_mlp"),
+}
 
 
 def build_program(

@@ -437,6 +437,12 @@ def test_layers_that_share_keys_have_no_state_and_their_own_loops():
     ]
 
 
+def test_layers_without_attention_have_no_state():
+    states = make_model("nemotron_h").states
+    kinds = [type(state).__name__ for group in states for state in group]
+    assert kinds == ["Recurrent", "NoneType", "KeysValues", "NoneType"]
+
+
 def test_stages_refuse_layers_that_share_keys_or_have_inputs():
     tokens = jnp.zeros((2, SEQ), jnp.int32)
     unshared = {"shared_layers": 0, "wide_shared_mlp": False}

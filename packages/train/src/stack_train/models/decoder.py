@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stack_core import ops
-from stack_core.abi.caches import KVCache, LayerState, Recurrent
+from stack_core.abi.caches import KVCache, LayerState
 from stack_core.abi.config import config
 from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError, TrainingError
 from stack_core.abi.models import ImageTokens, Outputs
@@ -153,10 +153,8 @@ class Layer:
         return Block(self, build)
 
     def state(self, repeats: int, dtype: str) -> LayerState | None:
-        """Returns the specification of the cached state; it is empty if `attention` is None."""
-        if self.attention is None:
-            return Recurrent(repeats=repeats, shapes=(), dtypes=())
-        return self.attention.state(repeats, dtype)
+        """Returns the specification of the cached state, or None without a state."""
+        return None if self.attention is None else self.attention.state(repeats, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -451,7 +449,7 @@ class Decoder(nnx.Module):
     def states(self) -> list[list[LayerState | None]]:
         """Specification of the cached state of each group's layers, by position in the period.
 
-        Layers that share keys and values have None, which pytrees skip.
+        Layers without attention, and layers that share keys and values, have None, which pytrees skip.
         """
         dtype = self.config.dtype
         return [[layer.state(group.repeats, dtype) for layer in group.period] for group in self.groups]

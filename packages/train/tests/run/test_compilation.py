@@ -272,6 +272,14 @@ def test_an_internal_error_of_the_compiler_names_the_instruction(config_file, ca
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.gpu_aot
+def test_a_tower_with_heads_of_72_features_compiles_for_gpus():
+    small = ("layers=1", "vision.layers=2", "vocab_size=1024", "image_begin=5", "image_token=6", "image_end=7")
+    overrides = [*(f"model.{each}" for each in small), "data.seq_tokens=1024", "data.row_images=1"]
+    report = compile_step(config_of(PUBLISHED / "gemma3_27b.yaml", *overrides), Target("h100:1x1x8"))
+    assert report.fits is True
+
+
 @pytest.mark.tpu_aot
 def test_a_step_that_the_compiler_refuses_for_its_memory_does_not_fit(config_file):
     report = compile_step(config_of(config_file, "model.embed=32768", "data.batch_size=1"), Target("v5e:1x1"))

@@ -5,16 +5,18 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from stack_core import ops
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import LogicalAxes, constrain
+from stack_core.chips import target_platform
 from stack_train.nn.axial_rope import rotate_axes
 from stack_train.nn.linear import FloatName
 from stack_train.vision.grids import PatchPlaces
 
-__all__ = ["PATCHES", "Patches", "attend_patches", "check_color", "check_heads", "embed_patches"]
+__all__ = ["PATCHES", "Patches", "attend_patches", "check_color", "check_heads", "embed_patches", "join_heads"]
 
 Patches = Float[Array, "batch patches embed"]
 
@@ -71,6 +73,14 @@ def embed_patches(
     return ops.linear(x, kernel.astype(x.dtype), bias=None if bias is None else bias.astype(x.dtype), axes=axes)
 
 
+def join_heads(attended: Float[Array, "batch patches heads head_dim"]) -> Patches:
+    """Joins the heads of attention for its output projection."""
+    x = attended.reshape(*attended.shape[:2], -1)
+    # XLA (jax 0.10.2) fuses the transposition of the heads into the product on GPUs, and fails if no tile of the joined
+    # features is a tile of a head, such as 16 heads of 72 features: "Couldn't find output tile sizes".
+    return lax.optimization_barrier(x) if target_platform() == "gpu" else x
+
+
 def attend_patches(
     query: Patches, key: Patches, value: Patches, *, places: PatchPlaces, heads: int, frequencies: Any
 ) -> Patches:
@@ -87,7 +97,7 @@ def attend_patches(
         return constrain(x.reshape(*x.shape[:2], heads, -1), *_HEADS, name="heads of patches")
 
     axis_of_pair = np.repeat([0, 1], len(frequencies) // 2)
-    shape, segments = query.shape, ops.PackedSegments.of(places.segments)
+    segments = ops.PackedSegments.of(places.segments)
     query, key = (rotate_axes(heads_of(x), places.places, axis_of_pair, frequencies) for x in (query, key))
     attended: Any = ops.attention(query, key, heads_of(value), segment_ids=segments, axes=_ATTENTION)
-    return attended.reshape(shape)
+    return join_heads(attended)

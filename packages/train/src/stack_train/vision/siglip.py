@@ -24,6 +24,7 @@ from stack_train.nn.layer_norm import LayerNorm
 from stack_train.nn.linear import FloatName
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
+from stack_train.vision.packed_patches import join_heads
 
 __all__ = ["Siglip", "SiglipConfig", "read_siglip", "siglip_rules", "write_siglip"]
 
@@ -88,7 +89,7 @@ class SiglipBlock(nnx.Module):
         normed = self.attention_norm(x)
         heads = (self._heads(linear(normed)) for linear in (self.query, self.key, self.value))
         attended: Any = ops.attention(*heads, axes=_ATTENTION)
-        x = x + self.output(attended.reshape(x.shape))
+        x = x + self.output(join_heads(attended))
         return x + self.down(jax.nn.gelu(self.up(self.feed_forward_norm(x)), approximate=True))
 
     def _heads(self, x: Patches) -> Float[Array, "images patches heads head_dim"]:

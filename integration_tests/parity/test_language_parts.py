@@ -77,7 +77,8 @@ def test_logits_of_text_are_those_of_the_larger_model(family, make, left_out, tm
             parameter.copy_(
                 (0.1 if family == "qwen3_5" else 0.25) * noise if parameter.ndim > 1 else parameter + 0.1 * noise
             )
-        expected = theirs(torch.tensor(TOKENS)).logits.numpy()
+        # transformers 5.24 fails to make the outputs of Llama 4 with images from those of its language model.
+        expected = (theirs.language_model if family == "llama4" else theirs)(torch.tensor(TOKENS)).logits.numpy()
     theirs.save_pretrained(tmp_path / "hf")
     result = FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
     assert {each.partition(" ")[0] for each in result.left_out} == left_out

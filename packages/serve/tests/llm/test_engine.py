@@ -277,7 +277,7 @@ def test_a_client_that_got_the_last_token_sees_the_statistics_of_its_step(idle: 
         used_pages.append(loop.stats.used_pages)
 
     loop._put = put
-    loop.begin(loop.work(request_of("one", max_tokens=2), lambda update: None))
+    loop.begin(loop.work_factory.create(request_of("one", max_tokens=2), lambda update: None))
     while loop.has_work:
         loop.turn()
     assert used_pages[-1] == loop.stats.used_pages == 0
@@ -288,7 +288,8 @@ def test_threads_draw_distinct_seeds() -> None:
     loops = [LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, seed=5))._loop for _ in range(2)]
 
     def seeds(loop: Any, count: int) -> list[tuple[int, ...]]:
-        works = [loop.work(request_of("any", temperature=1.0), lambda update: None) for _ in range(count)]
+        create = loop.work_factory.create
+        works = [create(request_of("any", temperature=1.0), lambda update: None) for _ in range(count)]
         return [tuple(np.asarray(work.continuations[0].settings.seed).tolist()) for work in works]
 
     found: list[tuple[int, ...]] = []
@@ -310,7 +311,8 @@ def test_a_request_whose_last_token_was_read_cannot_be_aborted_any_more(idle: LL
     loop, told = idle._loop, list[GenerationUpdate]()
     idle._dispatcher = Dispatcher(on_stop=idle._stop, on_end=lambda _: None)
     loop._put = idle._dispatcher.put
-    short, long = loop.work(request_of("short", max_tokens=1), told.append), loop.work(request_of("long"), told.append)
+    create = loop.work_factory.create
+    short, long = create(request_of("short", max_tokens=1), told.append), create(request_of("long"), told.append)
     loop.begin(short)
     loop.begin(long)
     loop.turn()
@@ -641,7 +643,8 @@ def test_new_weights_reach_requests_that_run_and_tokens_tell_which_drew_them(kv:
     new, prompt = random_params(seed=1), (1, 2, 3)
     engine = LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, decode_repeats=1))
     updates = list[GenerationUpdate]()
-    work = engine._loop.work(request_of("running", prompt, max_tokens=12, timeout_s=60.0), updates.append)
+    request = request_of("running", prompt, max_tokens=12, timeout_s=60.0)
+    work = engine._loop.work_factory.create(request, updates.append)
     engine._work["running"] = work
     engine._dispatcher.start()
     engine._loop.begin(work)

@@ -325,7 +325,7 @@ class LLMEngine(Engine):
         self.limits.check(request)
         updates = queue.SimpleQueue[GenerationUpdate]()
         compiler = None if request.sampling.constraint is None else self._constraint_compiler()
-        work = self._loop.work(request, receive or updates.put, self._adapter(request.adapter), compiler)
+        work = self._loop.work_factory.create(request, receive or updates.put, self._adapter(request.adapter), compiler)
         with self._lock:
             self._check_awake()
             # A stream may outlive its request: its updates wait until they are read.

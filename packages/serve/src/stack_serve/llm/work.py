@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
 from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
-from stack_serve.llm.constraints import Matcher
+from stack_serve.llm.constraints import ConstraintCompiler, Matcher
 from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.output import Ending, Output
 from stack_serve.llm.proposer import ModelDrafts
@@ -49,6 +49,7 @@ class Work:
       request: request as submitted.
       receive: callback for the updates of the request.
       adapter: adapter shared by all continuations, or None.
+      compiler: compiler of the constraint of the request; None without a constraint.
       waits: True if no continuation has started or ended yet.
       unfinished: number of continuations whose end has not been reported.
       submitted_s, started_s, first_token_s: times of submission, first step and first token on the clock of
@@ -61,6 +62,7 @@ class Work:
     request: GenerationRequest
     receive: Callable[[GenerationUpdate], None]
     adapter: HostAdapter | None = None
+    compiler: ConstraintCompiler | None = None
     submitted_s: float = field(default_factory=time.monotonic)
     continuations: list[Continuation] = field(default_factory=list)
     unfinished: int = field(init=False)

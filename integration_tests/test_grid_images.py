@@ -108,7 +108,7 @@ def test_answers_are_those_of_the_model_without_pages(llm, checkpoint, whole):
     again = llm.chat(CONVERSATIONS[0][0], GREEDY)
     assert again[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
     # Of another question about the picture, the first pages are cached; the last of them ends in the image.
-    hits, rows = llm._engine.stats().prefix_hits_tokens, llm._engine._programs._image_rows
+    hits, rows = llm._engine.stats().prefix_hits_tokens, llm._engine._programs._images.rows
     encoded = len(rows)
     (other,) = llm.chat(question("is it red", picture(0)), GREEDY)
     assert [place for place, token in enumerate(other.prompt_token_ids) if token == 4] == list(range(2, 18))

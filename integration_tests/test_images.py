@@ -99,7 +99,7 @@ def test_answers_are_those_of_the_model_without_pages(llm, checkpoint, whole):
 
 
 def test_features_are_computed_once_for_equal_pixels(llm):
-    rows = llm._engine._programs._image_rows
+    rows = llm._engine._programs._images.rows
     llm.chat(question("is it blue", picture(7)), GREEDY)
     encoded = len(rows)
     llm.chat(question("color is it blue", picture(7)), GREEDY)

@@ -172,9 +172,9 @@ def test_rows_without_a_constraint_use_the_programs_of_an_engine_without_constra
     engine = LLMEngine(byte_checkpoint(), EngineConfig(max_sequences=2, step_tokens=16))
     with engine:
         run(engine, request_of("plain", max_tokens=20))
-        assert "forward" not in {kind for kind, *_ in engine._programs._compiled}
+        assert "forward" not in {kind for kind, *_ in engine._programs._compiled.programs}
         run(engine, request_of("constrained", Constraint(choice=("abcdef",)), max_tokens=20))
-        assert "forward" in {kind for kind, *_ in engine._programs._compiled}
+        assert "forward" in {kind for kind, *_ in engine._programs._compiled.programs}
 
 
 def test_log_probabilities_of_forced_tokens_are_zero_under_the_processed_distribution(engine: LLMEngine) -> None:

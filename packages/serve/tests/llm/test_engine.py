@@ -744,14 +744,14 @@ def test_requests_are_served_while_other_programs_compile(monkeypatch: pytest.Mo
     monkeypatch.setattr("stack_serve.llm.programs._FIRST_TOKENS", 16)
     engine = LLMEngine(TinyCheckpoint(), WIDE, progress=lambda name, *_: told.append(name))
     programs = engine._programs
-    lowered = programs._lowered
+    lower = programs._compiled._lower
 
     def wait_in_background(key: Any) -> Any:
         if threading.current_thread().name == "stack-compile":
             assert release.wait(60)
-        return lowered(key)
+        return lower(key)
 
-    monkeypatch.setattr(programs, "_lowered", wait_in_background)
+    monkeypatch.setattr(programs._compiled, "_lower", wait_in_background)
     engine.prepare()
     first = set(told)
     assert {name.split()[0] for name in first} == {"admit", "prefill", "sample"} and len(first) == 3
@@ -764,9 +764,9 @@ def test_requests_are_served_while_other_programs_compile(monkeypatch: pytest.Mo
         expected = list(map(tokens_of, updates))
         assert expected[0] == short and engine.stats().compilations
         release.set()
-        for thread in programs._background:
+        for thread in programs._compiled._threads:
             thread.join()
-        assert set(programs._compiled) >= set(programs._keys())
+        assert set(programs._compiled.programs) >= set(programs._keys())
         before = engine.stats().compilations
         updates = run(engine, *(request_of(f"{name} again", prompt) for name, prompt in PROMPTS.items()))
         assert list(map(tokens_of, updates)) == expected
@@ -782,12 +782,12 @@ def test_a_closed_engine_compiles_no_more(idle: LLMEngine, monkeypatch: pytest.M
             assert name != "stack-compile" or release.wait(60)
 
     programs = idle._programs
-    monkeypatch.setattr(programs, "_lowered", lambda key: Lowered())
+    monkeypatch.setattr(programs._compiled, "_lower", lambda key: Lowered())
     idle.prepare()
     closing = threading.Thread(target=idle.close)
     closing.start()
-    while programs._waiting:
+    while programs._compiled._waiting:
         time.sleep(0.01)
     release.set()
     closing.join()
-    assert compiled.count("stack-compile") <= 1 and not any(thread.is_alive() for thread in programs._background)
+    assert compiled.count("stack-compile") <= 1 and not any(thread.is_alive() for thread in programs._compiled._threads)

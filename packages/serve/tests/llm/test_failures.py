@@ -43,7 +43,7 @@ class FakePrograms(Programs):
     """Samples token 1 after everything."""
 
     def __init__(self, checkpoint: Any, *_: Any, **__: Any) -> None:
-        self.hidden, self._reader = jnp.zeros((1, 1, 1)), None
+        self.hidden, self._images = jnp.zeros((1, 1, 1)), None
         self._placement = Placement(checkpoint.states, 1)
 
     def admit(self, slot: int, tokens: Any, settings: Any) -> None: ...

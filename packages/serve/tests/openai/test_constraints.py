@@ -273,7 +273,7 @@ def test_a_client_that_leaves_frees_the_pages(constrained_server: Served) -> Non
 
 def test_nothing_is_compiled_for_the_requests_of_a_warm_server(constrained_server: Served) -> None:
     engine = constrained_server.engine
-    for thread in engine._programs._background:
+    for thread in engine._programs._compiled._threads:
         thread.join()
     before = engine.stats().compilations
     constrained_server.complete(guided_choice=["yes"])

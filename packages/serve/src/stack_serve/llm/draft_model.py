@@ -9,8 +9,9 @@ import numpy as np
 
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
+from stack_serve.llm.compiled_programs import Key
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.programs import Key, Programs
+from stack_serve.llm.programs import Programs
 from stack_serve.llm.proposer import Proposer
 from stack_serve.llm.scheduler import Row
 

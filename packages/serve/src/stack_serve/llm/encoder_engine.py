@@ -15,13 +15,13 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.text.embeddings import check_generates, is_encoder
 from stack_core.text.sources import check_continues
+from stack_serve.llm.compiled_programs import Progress
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, leaves_by_path
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.pooling import PoolingPrograms, check_pooling
-from stack_serve.llm.programs import Progress
 from stack_serve.llm.unstacking import Layers
 
 __all__ = ["EncoderEngine", "make_engine"]

@@ -25,6 +25,7 @@ from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.chips.machine import give_memory_back, resident_bytes
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, read_all
+from stack_serve.llm.compiled_programs import Progress
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.constraints import ConstraintCompiler, is_installed
 from stack_serve.llm.dispatcher import Dispatcher, End
@@ -35,7 +36,7 @@ from stack_serve.llm.loop import EngineLoop
 from stack_serve.llm.mtp import MtpDrafter, MtpPrograms, programs_class
 from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
 from stack_serve.llm.pooling import PoolingPrograms, check_pooling
-from stack_serve.llm.programs import Programs, Progress
+from stack_serve.llm.programs import Programs
 from stack_serve.llm.proposer import Proposer
 from stack_serve.llm.work import Continuation, Work
 

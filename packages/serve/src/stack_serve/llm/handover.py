@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from stack_core.abi.generation import GenerationRequest
+from stack_serve.llm.page_copies import HANDOVER_PAGES
 from stack_serve.llm.pages import extend_digests
-from stack_serve.llm.programs import HANDOVER_PAGES, Programs
+from stack_serve.llm.programs import Programs
 from stack_serve.llm.scheduler import SchedulerState
 
 __all__ = ["ExportedPages", "export_pages", "import_pages"]

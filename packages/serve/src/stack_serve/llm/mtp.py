@@ -10,9 +10,10 @@ import numpy as np
 
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_serve.llm.adapters import Weights
+from stack_serve.llm.compiled_programs import Key
 from stack_serve.llm.config import EngineConfig, PageLayout
 from stack_serve.llm.mtp_step import HiddenStep, MtpStep, cached_states
-from stack_serve.llm.programs import Key, Programs
+from stack_serve.llm.programs import Programs
 from stack_serve.llm.proposer import Proposer
 from stack_serve.llm.scheduler import Row
 from stack_serve.llm.step import SlotState
@@ -78,11 +79,11 @@ class MtpPrograms(Programs):
         Args:
           rows, tables: as in `step`.
         """
-        size = self._ready_size(
+        size = self._compiled.ready_size(
             "fill_mtp", self._buckets.of_prompts(sum(row[2] for row in rows)), self._buckets.prompts
         )
         packed = self._packed(rows, tables, self._buckets.largest_rows)
-        program = self._program(("fill_mtp", size))
+        program = self._compiled["fill_mtp", size]
         pools = program(self._base_weights, self._layers.mtp, self.slots.tokens, packed)
         self._layers = replace(self._layers, mtp=pools)
 
@@ -95,8 +96,8 @@ class MtpPrograms(Programs):
         Returns:
           int32[steps, rows].
         """
-        bucket = self._ready_size("draft_mtp", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
-        packed, program = self._packed(rows, tables, bucket), self._program(("draft_mtp", bucket))
+        bucket = self._compiled.ready_size("draft_mtp", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
+        packed, program = self._packed(rows, tables, bucket), self._compiled["draft_mtp", bucket]
         known, settings = self.slots.tokens, self.slots.settings
         pools, known, tokens = program(self._base_weights, self._layers.mtp, known, settings, packed)
         self._layers, self.slots = replace(self._layers, mtp=pools), SlotState(known, settings)

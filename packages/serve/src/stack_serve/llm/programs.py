@@ -1,9 +1,6 @@
 """Device programs of an engine: a small set of fixed shapes, which can be compiled before the first request."""
 
-import itertools
-import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +12,6 @@ import numpy as np
 
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
-from stack_core.abi.models import ImageTokens
-from stack_core.chips.machine import give_memory_back
 from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import TokenLogprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, mask_words
@@ -24,29 +19,26 @@ from stack_core.text.images import ImageReader, image_reader_of
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shared_pool
+from stack_serve.llm.compiled_programs import CompiledPrograms, Key, Progress
 from stack_serve.llm.compiler_options import compile_threads, compiler_options, is_for_gpus
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
-from stack_serve.llm.images import FeatureRows, StepImages, count_feature_rows, feature_shape
+from stack_serve.llm.image_features import ImageFeatures
+from stack_serve.llm.images import FeatureRows, StepImages
 from stack_serve.llm.new_weights import leaves_by_path
+from stack_serve.llm.page_copies import HANDOVER_PAGES, read_pages, write_pages
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.sleeping import HostWeights, delete_arrays
 from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
 from stack_serve.llm.unstacking import Layers, layer_by_layer, loops_over, split_layers
 
-__all__ = ["HANDOVER_PAGES", "ForwardResult", "Key", "Programs", "StepResult"]
+__all__ = ["ForwardResult", "Programs", "StepResult"]
 
 # XLA computes a product with one row as a multiplication and a sum, both in main memory: 14.5 us instead of about 3 us
 # for a matrix of 2048 x 2048 in bfloat16 on an H100. With four rows it is a product.
 _GPU_ROWS = 4
 # A prompt of up to so many tokens can start as soon as the server is ready.
 _FIRST_TOKENS = 64
-HANDOVER_PAGES = 32
-"""Number of pages that one launch exports or imports."""
-
 _LATER_KINDS = ("prompt_logprobs", "forward", "fill_mtp", "draft_mtp")
-
-Key = tuple[str, *tuple[int, ...]]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -123,12 +115,7 @@ class Programs:
         if placement is None:
             placement = Placement(self._states, config.tensor, expert=config.expert)
         self._placement = placement
-        self._compiled: dict[Key, Any] = {}
-        # Programs queued for the background threads, and programs being compiled.
-        self._waiting, self._in_progress = list[Key](), set[Key]()
-        self._lock = threading.Condition()
-        self._background: list[threading.Thread] = []
-
+        self._compiled = CompiledPrograms(self._lowered)
         self.slots = self._placement.replicated(self._empty_slots())
         # Preferences come from a traced step, which itself needs some layout.
         self._lay_out(pages, config.page_layout or ANY_LAYOUT)
@@ -155,11 +142,10 @@ class Programs:
         held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
         self._weights, self._adapters = Weights(params, held), adapters
         self._slept_params: HostWeights | None = None
-        self._reader = self._image_reader()
-        self._features: Any = None
-        if self._reader is not None:
-            self._image_rows = FeatureRows(count_feature_rows(self._reader, config.step_tokens))
-            self._features = self._make_features(self._reader)
+        reader = self._image_reader()
+        self._images: ImageFeatures | None = None
+        if reader is not None:
+            self._images = ImageFeatures(checkpoint, reader, self._placement, config.step_tokens)
 
     def _image_reader(self) -> ImageReader | None:
         return image_reader_of(self._checkpoint)
@@ -167,10 +153,6 @@ class Programs:
     def _find_states(self) -> Any:
         """Returns the states that pools and slots hold, a pytree like `GenerativeCheckpoint.states`."""
         return self._checkpoint.states
-
-    def _make_features(self, reader: ImageReader) -> Any:
-        shape = feature_shape(self._checkpoint, reader)
-        return self._placement.replicated(np.zeros((self._image_rows.capacity, shape.shape[1]), shape.dtype))
 
     @property
     def buckets(self) -> Buckets:
@@ -195,7 +177,7 @@ class Programs:
     @property
     def image_rows(self) -> int:
         """Number of rows of the feature pool; 0 for a model of text."""
-        return 0 if self._reader is None else self._image_rows.capacity
+        return 0 if self._images is None else self._images.rows.capacity
 
     @property
     def params(self) -> Any:
@@ -203,78 +185,28 @@ class Programs:
         return self._weights.params
 
     def compile_all(self, progress: Progress | None = None) -> None:
-        """Compiles all programs.
-
-        Args:
-          progress: callback, on any thread, that receives the name of a compiled program, the number of compiled
-            programs and the total number of programs.
-        """
-        keys = self._keys()
-        self._compile(keys, _counted(progress, len(keys)))
+        """Compiles all programs; see `CompiledPrograms.compile_all`."""
+        self._compiled.compile_all(self._keys(), progress)
 
     def compile_first(self, progress: Progress | None = None) -> None:
         """Compiles one program each of admission, prompts and sampling, and the rest in the background.
 
         Until then, a step runs in the smallest compiled program with enough rows and tokens, a decoding step also in a
         program of prompts. Otherwise it waits for its own program.
-
-        Args:
-          progress: as in `compile_all`, for all programs.
         """
-        keys, first = self._keys(), self._first_keys()
-        tell = _counted(progress, len(keys))
-        self._compile(first, tell)
-        self._waiting = [key for key in keys if key not in first]
-        self._waiting.sort(key=self._urgency)
+        first = self._first_keys()
+        rest = sorted((key for key in self._keys() if key not in first), key=self._urgency)
         # On CPUs, XLA itself compiles with several threads, and the steps need the rest.
-        count = compile_threads() if is_for_gpus() else 1
-        self._background = [
-            threading.Thread(target=self._compile_waiting, args=[tell], name="stack-compile", daemon=True)
-            for _ in range(count)
-        ]
-        for thread in self._background:
-            thread.start()
+        self._compiled.compile_first(first, rest, progress, threads=compile_threads() if is_for_gpus() else 1)
 
     @property
     def to_compile(self) -> int:
         """Number of programs that still compile in the background."""
-        with self._lock:
-            return len(self._waiting) + len(self._in_progress)
+        return self._compiled.to_compile
 
     def stop_compiling(self) -> None:
         """Ends the compilation in the background, after the current programs."""
-        with self._lock:
-            self._waiting.clear()
-        for thread in self._background:
-            thread.join()
-
-    def _compile(self, keys: Sequence[Key], tell: Callable[[Key], None]) -> None:
-        # XLA releases the GIL, which lets compilation overlap with tracing of the next program.
-        with ThreadPoolExecutor(max_workers=compile_threads()) as threads:
-            compiling = {}
-            for key in keys:
-                compiling[key] = threads.submit(self._lowered(key).compile, compiler_options())
-                compiling[key].add_done_callback(lambda _, key=key: tell(key))
-            self._compiled |= {key: program.result() for key, program in compiling.items()}
-
-    def _compile_waiting(self, tell: Callable[[Key], None]) -> None:
-        while (key := self._next_waiting()) is not None:
-            try:
-                self._compiled[key] = self._lowered(key).compile(compiler_options())
-            finally:
-                with self._lock:
-                    self._in_progress.discard(key)
-                    self._lock.notify_all()
-            tell(key)
-        give_memory_back()  # about 100 MB that the compiler has freed
-
-    def _next_waiting(self) -> Key | None:
-        with self._lock:
-            if not self._waiting:
-                return None
-            key = self._waiting.pop(0)
-            self._in_progress.add(key)
-            return key
+        self._compiled.stop()
 
     def _first_keys(self) -> list[Key]:
         # The smallest program would serve few tokens.
@@ -294,16 +226,7 @@ class Programs:
     def decodes(self, rows: int) -> bool:
         """Returns whether the decoding program of so many rows is compiled, or will be compiled on its first use."""
         rows = self._buckets.of_decoding(min(max(rows, 1), self._config.max_sequences))
-        return self._is_ready("decode", self._ready_size("decode", rows, self._buckets.decoding))
-
-    def _is_ready(self, kind: str, size: int) -> bool:
-        return (kind, size) in self._compiled or not (self._waiting or self._in_progress)
-
-    def _ready_size(self, kind: str, size: int, sizes: Sequence[int]) -> int:
-        """Returns the smallest size, from `size` on, of a compiled program while others compile; otherwise `size`."""
-        if not (self._waiting or self._in_progress):
-            return size
-        return next((each for each in sizes if each >= size and (kind, each) in self._compiled), size)
+        return self._compiled.is_ready("decode", self._compiled.ready_size("decode", rows, self._buckets.decoding))
 
     def largest(self) -> dict[str, jax.stages.Compiled]:
         """Compiles the two programs with the largest memory use: the full decode batch and the longest prefill."""
@@ -320,7 +243,7 @@ class Programs:
         """
         padded = np.zeros(self._max_tokens, np.int32)
         padded[: len(tokens)] = tokens
-        self.slots = self._program(("admit",))(self.slots, np.int32(slot), padded, settings.packed())
+        self.slots = self._compiled[("admit",)](self.slots, np.int32(slot), padded, settings.packed())
 
     def step(
         self,
@@ -346,26 +269,18 @@ class Programs:
         if images is not None or (repeats == 1 and not is_decoding):
             return self.sample(self.forward(rows, tables, images), candidates=candidates)
         known, settings = self.slots.tokens, self.slots.settings
-        row_bucket = self._ready_size("decode", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
+        row_bucket = self._compiled.ready_size("decode", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
         packed = self._packed(rows, tables, row_bucket)
-        decode = self._program(_sampling_key("decode", row_bucket, candidates))
+        decode = self._compiled[_sampling_key("decode", row_bucket, candidates)]
         self._layers, hidden, known, sampled = decode(self._weights, self._layers, known, settings, packed)
         self.slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
 
     def encode_images(self, images: Sequence[PromptImage]) -> FeatureRows:
         """Launches the computation of missing features of a step's images, and returns the rows of all features."""
-        assert self._reader is not None
-        for image in self._image_rows.assign(images):
-            size = next(size for size in self._reader.sizes if size >= image.tokens)
-            pixels = np.zeros(self._reader.shape(size), np.uint8)
-            pixels[: len(image.pixels)] = image.pixels
-            rows = np.full(size, self.image_rows, np.int32)
-            rows[: image.tokens] = self._image_rows[image]
-            grid = () if image.grid is None else (np.asarray(image.grid, np.int32),)
-            program = self._program(("encode", size))
-            self._features = program(self._weights, self._features, rows, pixels, *grid)
-        return self._image_rows
+        assert self._images is not None
+        self._images.encode(images, self._weights, self._compiled)
+        return self._images.rows
 
     def forward(
         self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, images: StepImages | None = None
@@ -374,31 +289,26 @@ class Programs:
         tokens = sum(row[2] for row in rows)
         packed = given = self._packed(rows, tables, self._buckets.largest_rows)
         if images is not None:
-            assert self._reader is not None
+            assert self._images is not None
             size = self._buckets.of_prompts(tokens)
-            places, more = np.full(size, -1, np.int32), np.zeros((size, *self._place_shape), np.int32)
-            places[:tokens] = images.rows
-            if not self._reader.has_breaks:
-                more[:tokens] = images.positions if self._reader.has_grids else images.ahead
-            program = self._program(("see", size))
-            self._layers, hidden, last = program(
-                self._weights, self._layers, self.slots.tokens, packed, self._features, places, more
-            )
+            program, inputs = self._compiled["see", size], self._images.step_inputs(images, size)
+            self._layers, hidden, last = program(self._weights, self._layers, self.slots.tokens, packed, *inputs)
             return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
-        row_bucket = self._ready_size("forward", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
-        if tokens == len(rows) and self._is_ready("forward", row_bucket):
-            program, given = self._program(("forward", row_bucket)), packed[:row_bucket]
+        row_bucket = self._compiled.ready_size("forward", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
+        if tokens == len(rows) and self._compiled.is_ready("forward", row_bucket):
+            program, given = self._compiled["forward", row_bucket], packed[:row_bucket]
         else:
-            size = self._ready_size("prefill", self._buckets.of_prompts(tokens), self._buckets.prompts)
-            program = self._program(("prefill", size))
+            size = self._compiled.ready_size("prefill", self._buckets.of_prompts(tokens), self._buckets.prompts)
+            program = self._compiled["prefill", size]
         self._layers, hidden, last = program(self._weights, self._layers, self.slots.tokens, given)
         return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
 
     def fill(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray) -> None:
         """Launches the forward pass of rows whose tokens are known, to compute their keys; see `step`."""
-        size = self._ready_size("prefill", self._buckets.of_prompts(sum(row[2] for row in rows)), self._buckets.prompts)
+        tokens = sum(row[2] for row in rows)
+        size = self._compiled.ready_size("prefill", self._buckets.of_prompts(tokens), self._buckets.prompts)
         packed = self._packed(rows, tables, self._buckets.largest_rows)
-        self._layers, *_ = self._program(("prefill", size))(self._weights, self._layers, self.slots.tokens, packed)
+        self._layers, *_ = self._compiled["prefill", size](self._weights, self._layers, self.slots.tokens, packed)
 
     def sample(self, forward: ForwardResult, mask: np.ndarray | None = None, *, candidates: bool = False) -> StepResult:
         """Launches the sampling of a step.
@@ -411,14 +321,14 @@ class Programs:
         places = forward.places
         if not places:
             return StepResult(None, forward.hidden)
-        size = self._ready_size("sample", self._buckets.of_samples(len(places)), self._buckets.samples)
+        size = self._compiled.ready_size("sample", self._buckets.of_samples(len(places)), self._buckets.samples)
         chosen = np.full(size, len(forward.packed), np.int32)
         chosen[: len(places)] = places
         masks: Any = self._all_tokens(size)
         if mask is not None:
             masks = np.full(masks.shape, -1, np.int32)
             masks[: len(places)] = mask
-        program = self._program(_sampling_key("sample", size, candidates))
+        program = self._compiled[_sampling_key("sample", size, candidates)]
         known, settings = self.slots.tokens, self.slots.settings
         known, sampled = program(self._weights, known, settings, forward.last, forward.packed, chosen, masks)
         self.slots = SlotState(known, settings)
@@ -441,7 +351,8 @@ class Programs:
           mask: int32[tokens, words], tokens allowed by a constraint at each of these positions; None allows all.
           candidates: as in `step`.
         """
-        size = self._ready_size("verify", self._buckets.of_verification(len(drafted)), self._buckets.verification)
+        sizes = self._buckets.verification
+        size = self._compiled.ready_size("verify", self._buckets.of_verification(len(drafted)), sizes)
         packed = self._packed(rows, tables, self._buckets.largest_rows)
         padded = np.zeros(size, np.int32)
         padded[: len(drafted)] = drafted
@@ -449,7 +360,7 @@ class Programs:
         if mask is not None:
             masks = np.full(masks.shape, -1, np.int32)
             masks[: len(mask)] = mask
-        program = self._program(_sampling_key("verify", size, candidates))
+        program = self._compiled[_sampling_key("verify", size, candidates)]
         known, settings = self.slots.tokens, self.slots.settings
         self._layers, hidden, known, sampled = program(
             self._weights, self._layers, known, settings, packed, padded, masks
@@ -468,14 +379,14 @@ class Programs:
         """Computes the log-probability of `targets[i]` after token i of a step."""
         padded = np.zeros(len(result.hidden), np.int32)
         padded[: len(targets)] = targets
-        program = self._program(("prompt_logprobs", len(padded)))
+        program = self._compiled["prompt_logprobs", len(padded)]
         return program(self._weights, result.hidden, padded, np.int32(len(targets)))
 
     def sizes_bytes(self) -> dict[str, int]:
         """Returns the size of the device arrays by purpose."""
         held = {"parameters": self._weights.params, "pages": self._layers, "slots": self.slots}
         held |= {} if self._weights.pool is None else {"adapters": self._weights.pool}
-        held |= {} if self._features is None else {"images": self._features}
+        held |= {} if self._images is None else {"images": self._images.pool}
         return {name: sum(map(_stored_bytes, jax.tree.leaves(tree))) for name, tree in held.items()}
 
     def place(self, params: Any, *, donate: bool) -> Mapping[str, Any]:
@@ -497,8 +408,8 @@ class Programs:
         paths = leaves_by_path(self._checkpoint.parameters)
         leaves = [params.get(path, leaf) for path, leaf in zip(paths, old_leaves, strict=True)]
         self._weights = replace(self._weights, params=jax.tree.unflatten(structure, leaves))
-        if self._reader is not None:
-            self._image_rows.clear()
+        if self._images is not None:
+            self._images.rows.clear()
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Frees the pages, and the weights or their place on the devices, until `wake_up`; no step may run.
@@ -511,7 +422,8 @@ class Programs:
         params = self._weights.params
         stays = keep_weights and jax.default_backend() == "cpu"
         self._slept_params = HostWeights.of(params) if keep_weights and not stays else None
-        delete_arrays((self._layers, self._features) if stays else (self._layers, self._features, params))
+        features = None if self._images is None else self._images.pool
+        delete_arrays((self._layers, features) if stays else (self._layers, features, params))
 
     def wake_up(self) -> None:
         """Creates the pages and places the weights again.
@@ -524,20 +436,18 @@ class Programs:
             kept = self._slept_params
             params = self._placement.load(self._checkpoint, self._looped) if kept is None else kept.restored()
         self._layers = self._make_pools()
-        if self._reader is not None:
-            self._image_rows.clear()
-            self._features = self._make_features(self._reader)
+        if self._images is not None:
+            self._images.allocate()
         self._weights, self._slept_params = replace(self._weights, params=params), None
 
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
         """Writes an adapter to a slot of the pool, for use from the next step on."""
-        pool = self._program(("adapter",))(self._weights.pool, np.int32(slot), adapter.factors)
+        pool = self._compiled[("adapter",)](self._weights.pool, np.int32(slot), adapter.factors)
         self._weights = replace(self._weights, pool=pool)
 
     def compile_handover(self) -> None:
         """Compiles the programs of `export_pages` and `import_pages`."""
-        for key in (("export",), ("import",)):
-            self._program(key)
+        self._compiled.compile_all([("export",), ("import",)], progress=None)
 
     def export_pages(self, pages: Sequence[int]) -> tuple[jax.Array, ...]:
         """Launches a copy of up to `HANDOVER_PAGES` pages of all layers, padded with others.
@@ -550,7 +460,7 @@ class Programs:
         pools = self._exchanged_pools
         device = jax.tree.leaves(pools)[0].sharding.device_set
         first = min(device, key=lambda each: each.id)
-        return tuple(jax.device_put(array, first) for array in self._program(("export",))(pools, padded))
+        return tuple(jax.device_put(array, first) for array in self._compiled[("export",)](pools, padded))
 
     def import_pages(self, pages: Sequence[int | None], arrays: Sequence[Any]) -> None:
         """Writes exported pages to pages of all layers.
@@ -561,7 +471,7 @@ class Programs:
         """
         padded = np.full(HANDOVER_PAGES, self._step.pages, np.int32)  # out of range: not written
         padded[: len(pages)] = [self._step.pages if page is None else page for page in pages]
-        pools = self._program(("import",))(self._exchanged_pools, padded, self._placement.replicated(tuple(arrays)))
+        pools = self._compiled[("import",)](self._exchanged_pools, padded, self._placement.replicated(tuple(arrays)))
         self._replace_exchanged(pools)
 
     @property
@@ -572,40 +482,19 @@ class Programs:
     def _replace_exchanged(self, pools: Any) -> None:
         self._layers = pools
 
-    def _page_axis(self, pool: Any) -> int:
-        return pool.ndim - len(self._step.layout) + self._step.layout.index("p")
-
-    def _exported(self, layers: Any, pages: Any) -> tuple[Any, ...]:
-        by_dtype: dict[Any, list[Any]] = {}
-        for pool in jax.tree.leaves(layers):
-            axis = self._page_axis(pool)
-            rows = jnp.moveaxis(jnp.take(pool, pages, axis=axis, mode="clip"), axis, 0)
-            by_dtype.setdefault(pool.dtype, []).append(rows.reshape(HANDOVER_PAGES, -1))
-        return tuple(jnp.concatenate(each, axis=1) for each in by_dtype.values())
-
     def _lowered_export(self) -> Any:
-        return jax.jit(self._exported).lower(self._exchanged_pools, _int32(HANDOVER_PAGES))
+        return jax.jit(self._read_pages).lower(self._exchanged_pools, _int32(HANDOVER_PAGES))
 
     def _lowered_import(self) -> Any:
-        def write(layers: Any, pages: Any, arrays: tuple[Any, ...]) -> Any:
-            dtypes = dict.fromkeys(pool.dtype for pool in jax.tree.leaves(layers))
-            rests = dict(zip(dtypes, arrays, strict=True))
-
-            def put(pool: Any) -> Any:
-                axis = self._page_axis(pool)
-                shape = [HANDOVER_PAGES, *(size for place, size in enumerate(pool.shape) if place != axis)]
-                entries = math.prod(shape[1:])
-                rows, rests[pool.dtype] = jnp.split(rests[pool.dtype], [entries], axis=1)
-                new = jnp.moveaxis(rows.reshape(shape), 0, axis)
-                return pool.at[(slice(None),) * axis + (pages,)].set(new, mode="drop")
-
-            return jax.tree.map(put, layers)
-
-        layers, pages = self._exchanged_pools, _int32(HANDOVER_PAGES)
-        exported = jax.eval_shape(self._exported, layers, pages)
-        shardings = jax.tree.map(lambda pool: pool.sharding, layers)
+        pools, pages = self._exchanged_pools, _int32(HANDOVER_PAGES)
+        exported = jax.eval_shape(self._read_pages, pools, pages)
+        shardings = jax.tree.map(lambda pool: pool.sharding, pools)
         arrays = jax.tree.map(lambda each: self._placement.replicated(jnp.zeros(each.shape, each.dtype)), exported)
-        return jax.jit(write, donate_argnums=0, out_shardings=shardings).lower(layers, pages, arrays)
+        write = partial(write_pages, layout=self._step.layout)
+        return jax.jit(write, donate_argnums=0, out_shardings=shardings).lower(pools, pages, arrays)
+
+    def _read_pages(self, pools: Any, pages: Any) -> tuple[Any, ...]:
+        return read_pages(pools, pages, self._step.layout)
 
     def _packed(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, row_bucket: int) -> np.ndarray:
         """Packs the rows of a step into one array and pads it with rows of the padding slot."""
@@ -632,33 +521,9 @@ class Programs:
         return [
             ("admit",),
             *loads,
-            *self._image_keys(),
+            *([] if self._images is None else self._images.keys(buckets.prompts)),
             *((kind, size) for kind, sizes in of_kinds.items() for size in sizes),
         ]
-
-    def _image_keys(self) -> list[Key]:
-        """Returns the programs of images."""
-        if self._reader is None:
-            return []
-        sizes = {"encode": self._reader.sizes, "see": self._buckets.prompts}
-        return [(kind, size) for kind, each in sizes.items() for size in each]
-
-    @property
-    def _place_shape(self) -> tuple[int, ...]:
-        """Shape of the positions of an image token, or of the number of tokens that it sees ahead."""
-        reader = self._reader
-        return (3,) if reader is not None and reader.has_grids and not reader.has_breaks else ()
-
-    def _program(self, key: Key) -> Any:
-        if key not in self._compiled:
-            with self._lock:
-                if key in self._waiting:
-                    self._waiting.remove(key)
-                while key in self._in_progress:
-                    self._lock.wait()
-            if key not in self._compiled:  # nor by the background
-                self._compiled[key] = self._lowered(key).compile(compiler_options())
-        return self._compiled[key]
 
     def _lowered(self, key: Key) -> Any:
         return self._placement.traced(getattr(self, f"_lowered_{key[0]}"), *key[1:])
@@ -705,32 +570,25 @@ class Programs:
         return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed)
 
     def _lowered_see(self, tokens: int) -> Any:
-        assert self._reader is not None
-        padded_tokens = self._buckets.largest_tokens
-        # Tokens of images with breaks have the positions of text, and see no later tokens.
-        name = None if self._reader.has_breaks else "positions" if self._place_shape else "ahead"
+        images, padded_tokens = self._images, self._buckets.largest_tokens
+        assert images is not None
 
-        def see(weights: Weights, layers: Any, known: Any, packed: Any, features: Any, rows: Any, places: Any) -> Any:
-            more = {} if name is None else {name: places[:, None]}
-            images = ImageTokens(features, rows[:, None], **more)
-            options: Any = {"tokens": tokens, "padded_tokens": padded_tokens, "images": images}
-            return layer_by_layer(partial(self._step.prefill, **options))(weights, layers, known, packed)
+        def see(weights: Weights, layers: Any, known: Any, packed: Any, *inputs: Any) -> Any:
+            options: Any = {"padded_tokens": padded_tokens, "images": images.image_tokens(*inputs)}
+            return layer_by_layer(partial(self._step.prefill, tokens=tokens, **options))(weights, layers, known, packed)
 
         packed = _int32(self._buckets.largest_rows, self._row_fields)
-        places = (_int32(tokens), _int32(tokens, *self._place_shape))
-        jitted = jax.jit(see, donate_argnums=1)
-        return jitted.lower(self._weights, self._layers, self.slots.tokens, packed, self._features, *places)
+        inputs = (images.pool, *images.step_shapes(tokens))
+        return jax.jit(see, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed, *inputs)
 
     def _lowered_encode(self, tokens: int) -> Any:
-        assert self._reader is not None
-        pixels = jax.ShapeDtypeStruct(self._reader.shape(tokens), np.uint8)
-        grid = (_int32(2),) if self._reader.has_grids else ()
+        assert self._images is not None
 
-        def encode(weights: Weights, features: Any, rows: Any, pixels: Any, *grid: Any) -> Any:
-            return layer_by_layer(self._step.encode)(weights, features, rows, pixels, *grid)
+        def encode(weights: Weights, features: Any, *image: Any) -> Any:
+            return layer_by_layer(self._step.encode)(weights, features, *image)
 
         jitted = jax.jit(encode, donate_argnums=1)
-        return jitted.lower(self._weights, self._features, _int32(tokens), pixels, *grid)
+        return jitted.lower(self._weights, self._images.pool, *self._images.encode_shapes(tokens))
 
     def _lowered_verify(self, tokens: int, candidates: int = 0) -> Any:
         def verify(weights: Weights, layers: Any, known: Any, settings: Any, *step: Any) -> Any:
@@ -818,17 +676,6 @@ def _sampling_key(kind: str, size: int, candidates: bool) -> Key:
     them, so `compile_all` omits these programs and their first use compiles them.
     """
     return (kind, size, 1) if candidates else (kind, size)
-
-
-def _counted(progress: Progress | None, total: int) -> Callable[[Key], None]:
-    """Returns a function that reports a compiled program by its key."""
-    compiled = itertools.count(1)
-
-    def tell(key: Key) -> None:
-        if progress is not None:
-            progress(" ".join(map(str, key)), next(compiled), total)
-
-    return tell
 
 
 def _stored_bytes(array: Any) -> int:

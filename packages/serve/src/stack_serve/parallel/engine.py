@@ -25,11 +25,11 @@ from stack_core.abi.generation import (
     GenerationUpdate,
     RequestTimes,
 )
+from stack_serve.llm.compiled_programs import Progress as ReportProgress
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
 from stack_serve.llm.pages import extend_digests
-from stack_serve.llm.programs import Progress as ReportProgress
 from stack_serve.parallel.config import ParallelConfig
 from stack_serve.parallel.devices import EngineDevices, divide_devices
 from stack_serve.parallel.hosted import Handover, OpenEngine, Progress

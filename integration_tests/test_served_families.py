@@ -165,8 +165,9 @@ CASES = [
     # activations of eight bits the two code different arrays, and have no common answer.
     if (family, rules) not in (("deepseek_v2", "w8a8"), ("deepseek_v3", "w8a8"))
 ]
-# Pages of latents are used again. A recurrent state is that of another prompt's last token: all is computed again.
-REUSED_TOKENS = {"deepseek_v3": 20, "qwen3_next": 0}
+# Pages of latents, and pages that layers share, are used again. A recurrent state describes the last token of another
+# prompt: all is computed again.
+REUSED_TOKENS = {"deepseek_v3": 20, "gemma4": 20, "qwen3_next": 0}
 W8A8 = [{"path": ".*", "weights": "int8", "activations": "int8"}]
 TOLERANCE = {"float": 0.0, "w8a8": 0.1}  # codes of activations: sums in another order take one to its neighbour
 PAIR = EngineConfig(max_sequences=2, step_tokens=16, page_tokens=4, pages=16)  # too few for two long sequences
@@ -255,6 +256,17 @@ def test_drafts_change_no_answer(family, monkeypatch):
     for prompt, (continuation,) in zip(prompts, found, strict=True):
         assert len(continuation.tokens) == 20
         reference.assert_most_likely(prompt, continuation.tokens)
+
+
+def test_layers_without_a_state_keep_no_model_from_its_prefix_cache():
+    """Attention and feed-forward layers of a family that may also have recurrent ones."""
+    model = opened(model_of("nemotron_h", {**FAMILIES["nemotron_h"], "layers": 2, "pattern": "*-"}))
+    reference, prompt = Reference(model), np.random.default_rng(0).integers(0, SIZES["vocab_size"], 20).tolist()
+    with LLMEngine(model, dataclasses.replace(PAIR, prefix_caching=True)) as engine:
+        complete(engine, [prompt], greedy(4))
+        ((continuation,),) = complete(engine, [[*prompt[:14], 5, 6]], greedy(6))
+        assert engine.stats().prefix_hits_tokens == 12
+    reference.assert_most_likely([*prompt[:14], 5, 6], continuation.tokens)
 
 
 def test_a_preempted_sequence_begins_its_recurrent_state_anew(engine_of):

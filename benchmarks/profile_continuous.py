@@ -1,6 +1,6 @@
 """Measures what sampled Python stacks and the continuous mode take from a training run and from a served model.
 
-    nox -s bench -- profile_continuous                  # 60 rounds, 20 minutes
+    nox -s bench -- profile_continuous                  # 60 rounds, 25 minutes
     nox -s bench -- profile_continuous --rounds 2
 
 The training run does steps of 50 ms as fast as it can; the engine decodes 8 sequences at a time. A contender's block
@@ -50,7 +50,7 @@ WORKLOAD = Workload(layers=4, embed=256, heads=4, kv_heads=2, mlp=704, vocab=800
 SEQUENCES = 8
 CONTENDERS = ("off again", "samples", "watching", "captures")
 _SURE_ROUNDS = 5
-SHORT_S, LONG_S = 0.4, 2.5  # seconds of a block, the longer of `captures`
+SHORT_S, LONG_S = 0.4, 1.5  # seconds of a block, the longer of `captures`
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Tokens:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60, help="of some 20 s each")
+    parser.add_argument("--rounds", type=int, default=60, help="of some 25 s each")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.rounds < 2:

@@ -9,7 +9,8 @@ that slowly changes. Blocks are short, so that many of them average what changes
 
 - `off again` is a third plain block: what chance makes.
 - `samples` has a sampler of Python stacks with its default rate.
-- `watching` is the continuous mode between two captures of normal steps: it records for slow steps.
+- `watching` is the continuous mode between two captures of normal steps: it records for slow steps, without the
+  pauses that the default share of a processor would need.
 - `captures` is the mode with ten times the default share of a processor, as many captures as that permits. Its loss is
   divided by the share that it measured, for the loss at the default share of 1%, half of which captures may take.
 
@@ -44,7 +45,9 @@ from stack_serve.llm.engine import LLMEngine
 
 LIMIT_SHARE = 0.01
 DEFAULTS = ContinuousConfig()
-WATCHING = ContinuousConfig(every_s=3600.0)  # the first capture of normal steps is due after 10 seconds
+# A server is watched for slow steps after its first capture of normal steps, and after the pause for the cost of it.
+WATCHING = ContinuousConfig(every_s=3.0, share=0.1)
+WATCHING_AFTER_S = 4.4  # until the next capture there is time for a block
 CAPTURES = ContinuousConfig(every_s=0.5, share=0.1)
 WORKLOAD = Workload(layers=4, embed=256, heads=4, kv_heads=2, mlp=704, vocab=8000, prompt_tokens=32, new_tokens=64)
 SEQUENCES = 8
@@ -189,7 +192,10 @@ def _units(program: Steps | Tokens, seconds: float) -> int:
 
 def _block(program: Steps | Tokens, name: str, ring: Path, units: int) -> Block:
     with _contender(program, name, ring) as (step, cost_s):
+        until_s = time.perf_counter() + (WATCHING_AFTER_S if name == "watching" else 0)
         for _ in range(program.warm_units):
+            program.work(step)
+        while time.perf_counter() < until_s:
             program.work(step)
         used_s, cpu_s, started_s = cost_s(), time.process_time(), time.perf_counter()
         for _ in range(units):

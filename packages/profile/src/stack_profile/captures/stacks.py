@@ -27,8 +27,7 @@ __all__ = ["HIGHEST_HZ", "STACKS_HZ", "StackSampler"]
 
 STACKS_HZ: Final = 50.0
 HIGHEST_HZ: Final = 1000.0
-# Maximum share of one processor for sampling; with many threads or deep stacks, the interval grows instead. A program
-# that uses two processors loses about as much as this: its threads wait for the one that the sampler interrupts.
+# Maximum share of one processor for sampling; with many threads or deep stacks, the interval grows instead.
 _MOST_SHARE: Final = 0.005
 # A thread that holds the interpreter lock yields it to the sampler after this time. With Python's 5 ms, short Python
 # code would seem to be where it next releases the lock, for example in the following call of JAX. With 0.5 ms, an

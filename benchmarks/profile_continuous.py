@@ -180,8 +180,12 @@ def _measured(
                 plain[program.unit].append(program.count / wall_s)
             found[program.unit] = pairs
         measured.append(found)
-    # The first round warms up.
-    return {unit: statistics.median(rates[len(CONTENDERS) :]) for unit, rates in plain.items()}, measured[1:]
+    measured = measured[1:]  # the first round warms up
+    for program in programs:
+        shares = [each[program.unit]["watching"].share for each in measured]
+        if statistics.median(shares) == 0:
+            raise SystemExit(f"watching {program.unit} recorded nothing: {shares}")
+    return {unit: statistics.median(rates[len(CONTENDERS) :]) for unit, rates in plain.items()}, measured
 
 
 def _units(program: Steps | Tokens, seconds: float) -> int:

@@ -22,5 +22,5 @@ def check_known(options: Collection[str], known: Collection[str], problem: str) 
 
 
 def flags_of(options: Collection[str]) -> str:
-    """Returns options as they are typed, such as "--max-tokens, --pages"."""
+    """Formats options as a command line has them, such as "--max-tokens, --pages"."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in options)

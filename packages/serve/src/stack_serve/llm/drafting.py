@@ -1,4 +1,4 @@
-"""Drafts of an engine's steps: whether a step verifies drafts, of which rows, and with which tokens."""
+"""Chooses the steps of an engine that verify drafts, and the drafts of their rows."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping

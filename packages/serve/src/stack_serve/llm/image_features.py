@@ -1,4 +1,4 @@
-"""Features of images on the devices: their pool, and the inputs of the programs that write and read it."""
+"""The pool of image features on the devices, and the inputs of the programs that write and read it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -46,7 +46,7 @@ class ImageFeatures:
         self.pool: Any = self._placement.replicated(np.zeros(sizes, self._shape.dtype))
 
     def keys(self, prompts: Sequence[int]) -> list[Key]:
-        """Returns the programs that encode an image, and those of steps with up to `prompts` tokens."""
+        """Returns the keys of the programs that encode an image, and of steps of each size in `prompts`."""
         sizes: Mapping[str, Sequence[int]] = {"encode": self._reader.sizes, "see": prompts}
         return [(kind, size) for kind, each in sizes.items() for size in each]
 

@@ -288,7 +288,7 @@ class EngineLoop:
         return any(each is not None and each.work.request.sampling.candidates for each in found)
 
     def _masks_of_drafts(self, rows: tuple[Row, ...], drafts: list[tuple[int, ...]]) -> np.ndarray | None:
-        """Computes the masks of a step with drafts, which it may shorten; None if no row is constrained."""
+        """Returns the masks of a step and shortens its drafts where a constraint ends; None without constraints."""
         continuations = [self._continuations[row.sequence.id] for row in rows]
         if self._compiler is None or not any(each.matcher for each in continuations):
             return None

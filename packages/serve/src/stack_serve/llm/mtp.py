@@ -110,7 +110,7 @@ class MtpPrograms(Programs):
 
     @property
     def _exchanged_pools(self) -> Any:
-        # Without the keys of the layer: prefill engines compute none, and the receiver may have recorded its own.
+        # The keys of the layer stay: a prefill engine computes none, and the receiver may already have computed them.
         return replace(self._layers, mtp=replace(self._layers.mtp, layer=None))
 
     def _replace_exchanged(self, pools: Any) -> None:

@@ -1,4 +1,4 @@
-"""Creation of the engine-side state of a request, before the engine thread takes it."""
+"""Creates what an engine keeps for each request, on the thread of the client."""
 
 from collections.abc import Callable
 
@@ -56,7 +56,7 @@ class WorkFactory:
         leader: Sequence | None = None
         for index in range(request.sampling.n):
             sequence = self._sequence(work, index, leader)
-            # The first continuation computes the prompt; the others wait for its pages (see the scheduler).
+            # Only the first continuation computes the prompt; the scheduler makes the others wait for its pages.
             leader = leader or sequence
             work.continuations.append(self._continuation(work, sequence, (seed, index)))
         return work

@@ -58,7 +58,7 @@ class Importance:
         return found
 
     def of(self, rule: WeightRule, tensor: str, gguf_name: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """Returns the importance of a tensor's columns, float32[..., 1, d_in]; None if the file lacks it.
+        """Returns the importance of a tensor's columns, float32[..., 1, d_in], or None if the file does not have it.
 
         Args:
           rule: location of the parameter.

@@ -151,7 +151,7 @@ def write_preprocessor(config: Any) -> dict[str, Any]:
 
 
 def read_square_preprocessor(config: Any, mapping: Mapping[str, Any]) -> Any:
-    """Returns the config of a model with square images, which has no settings of preprocessing.
+    """Checks the preprocessing of a model with square images, and returns its config unchanged.
 
     Args:
       config: a `Gemma3VisionConfig`.

@@ -258,11 +258,12 @@ def test_drafts_change_no_answer(family, monkeypatch):
         reference.assert_most_likely(prompt, continuation.tokens)
 
 
-def test_layers_without_a_state_keep_no_model_from_its_prefix_cache():
+def test_layers_without_a_state_keep_no_model_from_its_prefix_cache_and_speculation():
     """Attention and feed-forward layers of a family that may also have recurrent ones."""
     model = opened(model_of("nemotron_h", {**FAMILIES["nemotron_h"], "layers": 2, "pattern": "*-"}))
     reference, prompt = Reference(model), np.random.default_rng(0).integers(0, SIZES["vocab_size"], 20).tolist()
-    with LLMEngine(model, dataclasses.replace(PAIR, prefix_caching=True)) as engine:
+    config = dataclasses.replace(PAIR, prefix_caching=True, speculation=SpeculationConfig(tokens=4, min_match=1))
+    with LLMEngine(model, config) as engine:
         complete(engine, [prompt], greedy(4))
         ((continuation,),) = complete(engine, [[*prompt[:14], 5, 6]], greedy(6))
         assert engine.stats().prefix_hits_tokens == 12

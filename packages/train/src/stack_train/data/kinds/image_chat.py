@@ -127,7 +127,7 @@ class ImageChatData:
             try:
                 sizes.append(reader.measure(contents))
             except DataError as error:
-                raise DataError(f"{name}: {url[:80]}: {error}") from error
+                raise DataError(f"{name}: {_shown(url)}: {error}") from error
             urls.append(url)
             return b""
 
@@ -140,6 +140,11 @@ class ImageChatData:
         found = tokenization.conversation(name, {**record, **taken}, sizes)
         images = tuple(zip(urls, sizes, strict=True))
         return ImageConversation(found.name, found.tokens, found.supervised, images, digest.hexdigest())
+
+
+def _shown(url: str) -> str:
+    """Returns the URL for a message: a path as a whole, a data URL by its beginning."""
+    return f"{url[:60]}..." if url.startswith("data:") else url
 
 
 def _contents(url: str) -> bytes:
@@ -218,7 +223,7 @@ class ImageChatBatches(ChatBatches):
         return {**super()._rows(plan, rows), **found}
 
     def _decoded(self, index: int, url: str, size: ImageSize) -> ReadImage:
-        where = f"{self._examples[index].name}: {url[:80]}"
+        where = f"{self._examples[index].name}: {_shown(url)}"
         try:
             image = self._reader.read(_contents(url))
         except (DataError, GenerationError) as error:

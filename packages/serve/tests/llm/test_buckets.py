@@ -6,14 +6,14 @@ from stack_serve.llm.buckets import Buckets
 @pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 16), (5, 40), (32, 512), (64, 64)])
 def test_every_step_has_a_bucket_that_holds_it_and_is_compiled(max_rows: int, max_tokens: int) -> None:
     buckets = Buckets(max_rows, max_tokens)
+    # Each property computes all sizes again.
+    decoding, samples, prompts, largest_rows = buckets.decoding, buckets.samples, buckets.prompts, buckets.largest_rows
     for rows in range(1, max_rows + 1):
-        assert (
-            rows <= buckets.of_decoding(rows) <= buckets.largest_rows and buckets.of_decoding(rows) in buckets.decoding
-        )
-        assert rows <= buckets.of_samples(rows) <= buckets.largest_rows and buckets.of_samples(rows) in buckets.samples
+        assert rows <= buckets.of_decoding(rows) <= largest_rows and buckets.of_decoding(rows) in decoding
+        assert rows <= buckets.of_samples(rows) <= largest_rows and buckets.of_samples(rows) in samples
     for tokens in range(2, max_tokens + 1):
-        assert max(tokens, buckets.largest_rows) <= buckets.of_prompts(tokens) <= buckets.largest_tokens
-        assert buckets.of_prompts(tokens) in buckets.prompts
+        assert max(tokens, largest_rows) <= buckets.of_prompts(tokens) <= buckets.largest_tokens
+        assert buckets.of_prompts(tokens) in prompts
 
 
 def test_decoding_is_padded_to_less_than_twice_its_rows_or_to_four() -> None:

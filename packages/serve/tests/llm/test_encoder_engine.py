@@ -1,6 +1,6 @@
 """The engine of encoders: vectors of whole texts, and a refusal of everything else."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from stack_serve.llm.encoder_engine import EncoderEngine
 from stack_serve.llm.truncation import truncated_tokens
 
 from .test_engine import Words
-from .tiny_checkpoint import TinyCheckpoint, TinyModel, random_params
+from .tiny_checkpoint import TinyCheckpoint, TinyModel, hidden_states, random_params
 
 LONGEST = 29  # not a power of two, so that the last bucket is cut
 CLS, SEP = 29, 30
@@ -40,11 +40,6 @@ class TinyEncoder(TinyCheckpoint):
     generates: bool = False
 
 
-def hidden_of(tokens: Sequence[int], seed: int = 0) -> np.ndarray:
-    model = TinyModel(random_params(seed))
-    return np.asarray(model(jnp.array([tokens], jnp.int32), jnp.arange(len(tokens))[None]).hidden[0])
-
-
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(TinyEncoder(tokenizer=Letters()), step_tokens=64) as llm:
@@ -54,10 +49,10 @@ def llm() -> Iterator[LLM]:
 def test_the_settings_of_the_checkpoint_are_the_defaults(llm: LLM) -> None:
     prompts = [[CLS, 3, SEP], list(range(LONGEST)), [CLS, 1, 2, 3, SEP]]
     for found, tokens in zip(llm.embed(prompts), prompts, strict=True):
-        np.testing.assert_allclose(found, hidden_of(tokens)[0], atol=1e-5)
+        np.testing.assert_allclose(found, hidden_states(tokens)[0], atol=1e-5)
     for pooling, take in (("mean", np.mean), ("last", lambda hidden, axis: hidden[-1])):
         found = llm.embed(prompts, pooling=pooling, normalize=False)[2]
-        np.testing.assert_allclose(found, take(hidden_of(prompts[2]), axis=0), atol=1e-5)
+        np.testing.assert_allclose(found, take(hidden_states(prompts[2]), axis=0), atol=1e-5)
     assert np.linalg.norm(llm.embed("abc", normalize=True)) == pytest.approx(1.0, abs=1e-6)
 
 
@@ -65,9 +60,9 @@ def test_long_texts_are_cut_on_request_only(llm: LLM) -> None:
     with pytest.raises(GenerationError, match=f"31 tokens; the maximum is {LONGEST}"):
         llm.embed("abc" * 9 + "ab")
     (whole,) = llm.embed("abc" * 10, truncate_prompt_tokens=-1)
-    np.testing.assert_allclose(whole, hidden_of([CLS, *[0, 1, 2] * 9, SEP])[0])
+    np.testing.assert_allclose(whole, hidden_states([CLS, *[0, 1, 2] * 9, SEP])[0])
     for found, tokens in ((llm.embed("abcd", truncate_prompt_tokens=4), [CLS, 0, 1, SEP]),):
-        np.testing.assert_allclose(found[0], hidden_of(tokens)[0], atol=1e-5)
+        np.testing.assert_allclose(found[0], hidden_states(tokens)[0], atol=1e-5)
     with pytest.raises(GenerationError, match="truncate_prompt_tokens=0"):
         llm.embed("abcd", truncate_prompt_tokens=0)
 

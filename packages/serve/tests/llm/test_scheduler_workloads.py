@@ -240,6 +240,7 @@ def sequences_of(requests):
     return found
 
 
+@settings(max_examples=40)
 @given(SIZES, REQUESTS, st.integers(0, 2), st.integers(1, 4), st.sets(st.integers(0, 30), max_size=2))
 def test_every_workload_ends_with_the_tokens_that_each_has_alone(sizes, requests, ahead, repeats, new_weights_at):
     config = EngineConfig(**{name: size for name, size in sizes.items() if name != "spare_pages"})
@@ -279,6 +280,7 @@ def test_every_workload_ends_with_the_tokens_that_each_has_alone(sizes, requests
     assert (state.running, state.waiting, state.pool.available) == ([], [], pages)
 
 
+@settings(max_examples=40)
 @given(SIZES, REQUESTS, st.randoms(use_true_random=False), st.sets(st.integers(0, 30), max_size=2))
 def test_drafts_change_no_token_of_any_workload(sizes, requests, random, new_weights_at):
     config = EngineConfig(**{name: size for name, size in sizes.items() if name != "spare_pages"})

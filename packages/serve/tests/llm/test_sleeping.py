@@ -21,9 +21,9 @@ PROMPT = list(range(1, 21))  # more than a page, which is kept as a prefix
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(TinyCheckpoint(), max_sequences=2, step_tokens=16) as llm:
+    with LLM(TinyCheckpoint(), max_sequences=4, step_tokens=16, page_tokens=4) as llm:
         yield llm
 
 

@@ -1,11 +1,12 @@
 """A language model of two layers in plain JAX, as a checkpoint."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues
@@ -53,6 +54,18 @@ class TinyModel:
 
     def head(self) -> Head:
         return Head(self.params["head"])
+
+
+def hidden_states(tokens: Sequence[int], seed: int = 0) -> np.ndarray:
+    """Computes the hidden states [tokens, embed] of one prompt; the padding behind it changes none of them."""
+    padded = np.zeros((1, POSITIONS), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_hidden_states(random_params(seed), padded))[: len(tokens)]
+
+
+@jax.jit
+def _hidden_states(params: Any, tokens: jax.Array) -> jax.Array:
+    return TinyModel(params)(tokens, jnp.arange(POSITIONS)[None]).hidden[0]
 
 
 @dataclass(frozen=True)

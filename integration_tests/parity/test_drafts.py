@@ -30,15 +30,18 @@ def saved(name: str, directory: Path) -> str:
     return f"hf:{directory}"
 
 
-@pytest.mark.parametrize("name", ["olmo2", "granite", "smollm3", "qwen3"])
+@pytest.mark.parametrize("name", ["olmo2", "granite", "smollm3", "qwen3", "arcee", "cwm"])
 def test_a_draft_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     lines = draft_family(name, saved(name, tmp_path / "hf"), tmp_path / "draft.py")
-    assert any(line.startswith("equal to transformers in all 16 parts") for line in lines), lines
+    layers = FAMILIES[name][1].get("num_hidden_layers", SIZES["num_hidden_layers"])
+    assert any(line.startswith(f"equal to transformers in all {3 * layers + 4} parts") for line in lines), lines
 
 
 def test_the_first_part_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = draft_family("gemma2", saved("gemma2", tmp_path / "gemma2"), tmp_path / "gemma2.py")
     assert lines[-1].startswith("differs from transformers first in embedding, by ")
+    lines = draft_family("exaone4", saved("exaone4", tmp_path / "exaone4"), tmp_path / "exaone4.py")
+    assert any(line.startswith("differs from transformers first in layers.2.self_attn, by ") for line in lines), lines
     address, written = saved("granite", tmp_path / "granite"), new_family.family_source
     for right, wrong, part in (
         ("scale=config.attention_scale", "scale=0.5", "layers.0.self_attn"),

@@ -55,6 +55,7 @@ OLMO_ROPE = {
     "full_attention": {"rope_theta": 500000.0, **{name: YARN[name] for name in list(YARN)[:3]}},
     "sliding_attention": {"rope_theta": 500000.0, "rope_type": "default"},
 }
+LLAMA_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LIMIT = 7.0 if transformers.__version__.startswith("4.") else 0.4  # 4 has this one, whatever the config says
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -100,6 +101,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 6, "attention_bias": True, "rope_parameters": OLMO_ROPE}
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True}),
+    "cwm": (
+        "Cwm",
+        {"head_dim": 10, "sliding_window": 6, "mlp_bias": True, "num_hidden_layers": 5, "bos_token_id": 1}
+        | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 4.0, **LLAMA_FACTORS}}
+        | {"layer_types": (["full_attention", "sliding_attention", "sliding_attention"] * 2)[:5]},
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 6, "sliding_window_pattern": 3, "num_hidden_layers": 5}),
     "phi3": (
         "Phi3",
         {"sliding_window": 9, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 48}

@@ -79,7 +79,7 @@ def test_unknown_structure_is_named_and_not_guessed(tmp_path, capsys):
     small_checkpoint("Mixtral-8x7B-Instruct-v0.1", tmp_path / "hf")
     main(["models", "new", "mine", "--from", f"hf:{tmp_path}/hf", "--out", str(tmp_path / "mine.py")])
     out, source = capsys.readouterr().out, (tmp_path / "mine.py").read_text()
-    for text in ("no tensor mlp.gate_proj.weight", "tensor of a layer block_sparse_moe.gate.weight [4, 32]"):
+    for text in ("no tensor mlp.up_proj.weight", "tensor of a layer block_sparse_moe.gate.weight [4, 32]"):
         assert f"not recognized: {text}" in out and f"# TODO, not recognized: {text}" in source
     assert "unknown key of config.json: num_local_experts=4" in out and "equal to transformers" not in out
 
@@ -88,7 +88,9 @@ def test_layers_biases_norms_and_activations_that_are_not_known_are_named():
     config = {"architectures": ["A"], "model_type": "a", "hidden_size": 8, "num_attention_heads": 2}
     config |= {"num_key_value_heads": 2, "intermediate_size": 6, "vocab_size": 5, "num_hidden_layers": 2}
     shapes = tensor_shapes("A", {**config, "model_type": "llama"})
-    assert recognize(config, shapes).unknown == ()
+    assert recognize(config, shapes).unknown == () and recognize(config, shapes).gated
+    plain = {name: shape for name, shape in shapes.items() if "gate_proj" not in name}
+    assert recognize(config, plain).unknown == () and not recognize(config, plain).gated
     layer = "model.layers.1."
     for changes, options, message in (
         ({"model.extra": (3,)}, {}, "tensor model.extra [3]"),
@@ -101,7 +103,7 @@ def test_layers_biases_norms_and_activations_that_are_not_known_are_named():
         ),
         ({f"model.layers.{n}.self_attn.q_norm.weight": (3,) for n in (0, 1)}, {}, "self_attn.q_norm.weight [3]"),
         ({f"model.layers.{n}.post_feedforward_layernorm.weight": (8,) for n in (0, 1)}, {}, "placement of the norms"),
-        ({}, {"hidden_act": "relu2"}, "hidden_act='relu2'"),
+        ({}, {"hidden_act": "xielu"}, "hidden_act='xielu'"),
         ({}, {"layer_types": ["full_attention", "conv"]}, "layer_types conv"),
     ):
         found = recognize({**config, **options}, {**shapes, **changes}).unknown

@@ -55,7 +55,7 @@ def family_source(name: str, structure: Structure, defaults: Mapping[str, Any]) 
         "from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer",
         "from stack_train.models.family import DecoderFamily",
         f"from stack_train.models.reader import {reader}",
-        "from stack_train.nn.feed_forward import Gated",
+        f"from stack_train.nn.feed_forward import {'Gated' if structure.gated else 'Plain'}",
         "from stack_train.nn.residual import Norm",
         "",
         f'__all__ = ["FAMILY", "{config}"]',
@@ -138,11 +138,14 @@ def _spec(config: str, structure: Structure) -> list[str]:
     if structure.nope:
         attention["**"] = '({} if config.rope_layers[number] else {"rope": None})'
     feed_forward = {"width": "config.mlp"}
-    if structure.activation != "silu":
+    if structure.activation != "silu" or not structure.gated:
         feed_forward["activation"] = json.dumps(structure.activation)
-    if mlp_bias := _bias(structure.mlp_bias, "mlp_bias"):
-        feed_forward["bias"] = mlp_bias
-    layer = {"attention": "attention", "feed_forward": f"Gated({', '.join(_arguments(feed_forward))})"}
+    mlp_bias = _bias(structure.mlp_bias, "mlp_bias")
+    if mlp_bias or not structure.gated:
+        # A plain layer has biases by default.
+        feed_forward["bias"] = mlp_bias or "False"
+    kind = "Gated" if structure.gated else "Plain"
+    layer = {"attention": "attention", "feed_forward": f"{kind}({', '.join(_arguments(feed_forward))})"}
     layer |= {name: str(value) for name, value in structure.layer.items()} | _merged(structure.keys, "layer")
     spec = {"layers": "tuple(map(layer, range(config.layers)))", "norm": "Norm(epsilon=config.norm_epsilon)"}
     return [

@@ -31,7 +31,9 @@ _NORMS: Mapping[frozenset[str], tuple[dict[str, bool], dict[str, str]]] = {
     ),
 }
 """Fields of a `Layer` and tensor names that differ from the default ones, by the norms of a layer."""
+_GATE = "mlp.gate_proj"
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
+_ACTIVATIONS |= {"relu": "relu", "relu2": "relu_squared"}
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Structure:
       bias, mlp_bias: the key of `config.json` that sets the biases of attention and of the feed-forward layer; "" if
         they follow from tensors, None without biases.
       output_bias: True if attention also adds a bias to its output.
+      gated: True if the feed-forward layer has a gate.
       activation: activation of the feed-forward layer.
       kinds: True if `config.json` contains `layer_types`.
       window: True if the sliding layers in `layer_types` have a window.
@@ -107,6 +110,7 @@ class Structure:
     bias: str | None
     mlp_bias: str | None
     output_bias: bool
+    gated: bool
     activation: str
     kinds: bool
     window: bool
@@ -162,6 +166,7 @@ def recognize(mapping: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
         bias=biases[0],
         mlp_bias=biases[1],
         output_bias=biases[0] == "attention_bias" or parts.has_output_bias,
+        gated=parts.has_gate,
         activation=activation,
         kinds=bool(mapping.get("layer_types")),
         window=window,
@@ -182,6 +187,7 @@ class _Parts:
         self.head_dim = mapping.get("head_dim") or mapping.get("hidden_size", 0) // heads
         self.read = set(_READ | HARMLESS_KEYS)
         self.has_output_bias = False
+        self.has_gate = f"{_GATE}.weight" in tensors
 
     def norms(self) -> tuple[dict[str, bool], dict[str, str]]:
         found = frozenset(name for name in self.tensors if name in (_INPUT, _POST, _BEFORE, _AFTER))
@@ -209,9 +215,10 @@ class _Parts:
 
     def biases(self) -> tuple[str | None, str | None]:
         """Returns the keys of the biases of attention and feed-forward layer; also checks their matrices."""
-        missing = [name for name in _MATRICES if self.tensors.pop(f"{name}.weight", None) is None]
+        matrices = [name for name in _MATRICES if self.has_gate or name != _GATE]
+        missing = [name for name in matrices if self.tensors.pop(f"{name}.weight", None) is None]
         self.unknown += [f"no tensor {name}.weight" for name in missing]
-        present = [self.tensors.pop(f"{name}.bias", None) is not None for name in _MATRICES]
+        present = [self.tensors.pop(f"{name}.bias", None) is not None for name in matrices]
         self.unknown += [f"tensor of a layer {name} {list(shape)}" for name, shape in sorted(self.tensors.items())]
         queries, output, feed_forward = present[:3], present[3], present[4:]
         self.has_output_bias = output

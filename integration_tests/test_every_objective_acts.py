@@ -19,27 +19,12 @@ from stack_train.objectives import as_objective, check_inputs
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 
-DECODER = {
-    "name": "deepseek_v3",
-    "vocab_size": 61,
-    "embed": 24,
-    "heads": 4,
-    "mlp": 40,
-    "max_positions": 32,
-    "dtype": "float32",
-    "layers": 3,
-    "query_rank": 10,
-    "kv_rank": 7,
-    "nope_dim": 6,
-    "rope_dim": 4,
-    "value_dim": 5,
-    "mtp_layers": 1,
-    "experts": 4,
-    "active_experts": 2,
-    "expert_mlp": 16,
-    "expert_groups": 2,
-    "kept_groups": 1,
-}
+DECODER = {"name": "llama", "vocab_size": 61, "embed": 8, "heads": 2, "mlp": 8, "layers": 1, "max_positions": 32}
+DECODER |= {"dtype": "float32"}
+# With the losses of its router and of its multi-token prediction.
+MIXTURE = {**DECODER, "name": "deepseek_v3", "layers": 2, "mtp_layers": 1}
+MIXTURE |= {"query_rank": 10, "kv_rank": 7, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+MIXTURE |= {"experts": 4, "active_experts": 2, "expert_mlp": 16, "expert_groups": 2, "kept_groups": 1}
 DENOISER = {"name": "dit", "image_size": 8, "channels": 1, "classes": 10, "patch": 2, "layers": 1, "heads": 2}
 AUTOENCODER = {"name": "autoencoder_kl", "channels": 1, "widths": (8, 8), "groups": 2}
 
@@ -50,7 +35,7 @@ JUDGED = {"name": "judged", "source": "none", **SIZES}
 ROLLOUTS = {"name": "rollouts", "environment": {"name": "cell"}, "groups": 2, "group_size": 2, "seq_tokens": 16}
 DIGITS = {"name": "digits", "batch_size": 2}
 RUNS = {
-    **dict.fromkeys(("causal_lm",), (DECODER, TEXT)),
+    "causal_lm": (MIXTURE, TEXT),
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "reward_model"), (DECODER, PAIRS)),
     "kto": (DECODER, JUDGED),
     "dapo": (DECODER, {**ROLLOUTS, "groups": 8}),

@@ -103,6 +103,7 @@ def test_the_example_runs(name):
     assert run_example(name)
 
 
+@pytest.mark.slow  # the READMEs of these packages have similar examples
 @pytest.mark.parametrize("name", ["stack_quant", "stack_serve", "stack_rl"])
 def test_the_example_runs_on_a_trained_model(name, trained):
     assert trained and run_example(name)

@@ -148,7 +148,8 @@ def in_two_processes(settings: Path, *arguments: str) -> None:
     assert [process.returncode for process in started] == [0, 0], said
 
 
-@pytest.mark.parametrize("name", ["ipo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("orpo", "simpo"))])
+@pytest.mark.slow  # DPO above has the same data; packages/rl/tests/objectives/test_preference.py has the losses
+@pytest.mark.parametrize("name", ["ipo", "orpo", "simpo"])
 def test_other_objectives_on_pairs_learn_what_is_preferred(name, base, template, tmp_path):
     words = ["red", "blue", "up", "down", "left", "warm"]
     pairs = [{"prompt": f"{a} or {b}?", "chosen": a, "rejected": f"not {a}"} for a in words for b in words if a != b]

@@ -6,11 +6,31 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+_EACH = """
+import contextlib, io, json, sys
+from stack_core.cli import main
+found = []
+for arguments in json.loads(sys.argv[1]):
+    status, output, errors = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            main(arguments)
+        except SystemExit as exit:
+            status = exit.code or 0
+    found.append([status, output.getvalue(), errors.getvalue()])
+print(json.dumps(found))
+"""
+_CONTRACT = """
+import sys
+import pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", *sys.argv[1:]]))
+"""
 
 
 class Environment:
@@ -51,20 +71,34 @@ class Environment:
     def stack(self, *arguments: str, check: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
         return self.run("-m", "stack_core", *arguments, check=check, **environ)
 
+    def stack_each(self, *commands: Sequence[str], **environ: str) -> list[subprocess.CompletedProcess[str]]:
+        """Runs commands of `stack` one after another in one process, because starting Python takes seconds."""
+        done = self.run("-c", _EACH, json.dumps(commands), **environ)
+        found = json.loads(done.stdout.splitlines()[-1])
+        return [subprocess.CompletedProcess(each, *result) for each, result in zip(commands, found, strict=True)]
+
+    def check_contract(self, example: Path, *options: str, code: str = "") -> str:
+        """Runs code and then the tests of an example's contract, in one process; returns pytest's output."""
+        suite = [str(example / "test_contract.py"), f"--rootdir={self._wheels}", *options]
+        return self.run("-c", code + _CONTRACT, *suite).stdout
+
     def plugins(self, **environ: str) -> dict[str, dict[str, Any]]:
-        """What `stack plugins --json` reports, by distribution."""
+        """Returns the reports of `stack plugins --json`, by distribution."""
         done = self.stack("plugins", "--json", **environ)
         assert done.stderr == ""
+        return self.reports_of(done)
+
+    def reports_of(self, done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+        """Reads the output of `stack plugins --json`."""
         reports = {report["distribution"]: report for report in json.loads(done.stdout)["plugins"]}
         assert len(reports) == len(json.loads(done.stdout)["plugins"]), "each is reported once"
         return reports
 
     def _built(self, project: Path) -> Path:
-        folder = self._wheels / project.name
-        build = [sys.executable, "-m", "hatchling", "build", "--target=wheel", f"--directory={folder}"]
-        subprocess.run(build, cwd=project, check=True, capture_output=True)
-        (wheel,) = folder.glob("*.whl")
-        return wheel
+        from hatchling.builders.wheel import WheelBuilder
+
+        (wheel,) = WheelBuilder(str(project)).build(directory=str(self._wheels / project.name))
+        return Path(wheel)
 
     def _uv(self, *arguments: str) -> None:
         from uv import find_uv_bin
@@ -91,3 +125,17 @@ def peer_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return Environment(tmp_path_factory.mktemp("environment"))
+
+
+@pytest.fixture(scope="session")
+def forced_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`stack serve` of a tiny Llama whose weights force its answers, for clients with the key `KEY`."""
+    from .forced import write_forced_checkpoint
+    from .served import KEY, Served
+
+    directory = tmp_path_factory.mktemp("forced-llama")
+    write_forced_checkpoint(directory)
+    sizes = ("--max-sequences", "2", "--step-tokens", "64", "--decode-repeats", "1")
+    served = Served(directory, *sizes, "--api-key", KEY)
+    yield served
+    assert "Traceback" not in served.stop()

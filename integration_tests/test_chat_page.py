@@ -1,25 +1,20 @@
 """The chat page of `stack serve` in a real browser, against a tiny Llama whose weights force its answers."""
 
 import json
-from collections.abc import Iterator
 
 import httpx2
 import pytest
 from browser import Browser
 
+from .forced import ANSWER, TOOLS
 from .served import KEY, Served
-from .test_tool_calls import ANSWER, TOOLS, write_forced_checkpoint
 
 QUESTION = "17 + 25?"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = tmp_path_factory.mktemp("forced-llama")
-    write_forced_checkpoint(directory)
-    served = Served(directory, "--max-sequences", "2", "--step-tokens", "64", "--decode-repeats", "1", "--api-key", KEY)
-    yield served
-    assert "Traceback" not in served.stop()
+def served(forced_server: Served) -> Served:
+    return forced_server
 
 
 def opened(browser: Browser, served: Served, key: str) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ..forced import MESSAGES, TOOLS, write_forced_checkpoint
 from ..served import KEY, Served
-from ..test_tool_calls import MESSAGES, TOOLS, write_forced_checkpoint
 
 pytestmark = [
     pytest.mark.clients("litellm", "agents", "langgraph", "langchain_openai", "smolagents"),

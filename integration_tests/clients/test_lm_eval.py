@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ..forced import write_forced_checkpoint
 from ..served import KEY, Served
-from ..test_tool_calls import write_forced_checkpoint
 
 pytestmark = pytest.mark.clients("lm_eval")
 

@@ -14,9 +14,9 @@ import pytest
 
 from stack_core.text.image_models import open_image_model
 
+from ..forced import TEMPLATE
 from ..served import Served, write_checkpoint
 from ..test_image_generation import serving, write_pipeline
-from ..test_tool_calls import TEMPLATE
 
 pytestmark = pytest.mark.clients("schemathesis", "openapi_spec_validator")
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,27 +50,36 @@ BAD = {
 }
 
 
-@pytest.fixture
-def project(tmp_path):
+# Plugins that only go wrong beside others: two of one name, and two with an entry of the same name.
+TOGETHER = {
+    "acme-left": (REWARDS + "registry.add('left', len)", "same"),
+    "acme-right": (REWARDS + "registry.add('right', len)", "same"),
+    "acme-first": (REWARDS + "registry.add('same', len); registry.add('first', len)", "first"),
+    "acme-second": (REWARDS + "registry.add('same', len); registry.add('second', len)", "second"),
+}
+READ = """
+import pathlib, stack_core
+assert not pathlib.Path({canary!r}).exists(), "importing core loads no plugin"
+stack_core.registries.rewards["same"]
+"""
+
+
+def write_project(folder, name, source, group="stack.plugins.v1", plugin=None):
     """Writes the source of a distribution with one module, and returns its folder."""
-
-    def write(name, source, group="stack.plugins.v1", plugin=None):
-        folder, module = tmp_path / name, name.replace("-", "_")
-        folder.mkdir()
-        (folder / f"{module}.py").write_text(source)
-        text = PYPROJECT.format(name=name, group=group, module=module, plugin=plugin or name)
-        (folder / "pyproject.toml").write_text(text)
-        return folder
-
-    return write
+    project, module = folder / name, name.replace("-", "_")
+    project.mkdir()
+    (project / f"{module}.py").write_text(source)
+    text = PYPROJECT.format(name=name, group=group, module=module, plugin=plugin or name)
+    (project / "pyproject.toml").write_text(text)
+    return project
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_plugin_is_reported_once_and_stops_no_other(environment, project, name):
+def test_a_bad_plugin_is_reported_once_and_stops_no_other(environment, tmp_path, name):
     source, status, reason = BAD[name]
     before = environment.plugins()
-    with environment.installed(project(name, source)):
+    with environment.installed(write_project(tmp_path, name, source)):
         after = environment.plugins()
     report = after.pop(name)
     assert after == before
@@ -78,93 +88,96 @@ def test_a_bad_plugin_is_reported_once_and_stops_no_other(environment, project, 
     assert re.search(reason, report["problems"][0])
 
 
-def test_all_bad_plugins_at_once_leave_every_command_working(environment, project):
-    before = environment.plugins()
-    with environment.installed(*(project(name, source) for name, (source, _, _) in BAD.items())):
-        after = environment.plugins()
-        shown = environment.stack("--help")
-    assert {name: after[name] for name in before} == before
-    for name, (_, status, reason) in BAD.items():
-        report = after[name]
-        assert (report["version"], report["status"], report["registered"]) == ("1.2", status, {})
-        (problem,) = report["problems"]
-        assert re.search(reason, problem)
-    assert "plugins" in shown.stdout
-    noted = re.findall(r"^stack: plugin '(acme-.*?)' is (?:left out|incomplete): ", shown.stderr, re.MULTILINE)
-    # Starting up reads the commands: what is wrong with other entries shows when they are asked for.
-    known = [name for name, (source, status, _) in BAD.items() if status == "failed" or "_commands" in source]
-    assert sorted(noted) == sorted(known)
-    assert environment.plugins() == before
-
-
 def canary(path: Path) -> str:
     return f"open({str(path)!r}, 'w').close()\n"
 
 
-def test_another_abi_major_is_never_imported(environment, project, tmp_path):
-    sings = tmp_path / "imported"
-    with environment.installed(project("acme-future", canary(sings) + REWARDS + "...", group="stack.plugins.v2")):
-        report = environment.plugins()["acme-future"]
-        environment.stack("--help")
+@pytest.fixture(scope="module")
+def found(environment, tmp_path_factory):
+    """Messages and reports of an environment with all these distributions, and what their imports left.
+
+    The attributes `disabled` and `selected` are the reports if an environment variable leaves plugins out.
+    """
+    folder = tmp_path_factory.mktemp("projects")
+    imported, future = folder / "imported", folder / "future"
+    wish = HEADER + "@hookimpl\ndef stack_register_commands(registry): registry.add('sigh', 1)"
+    projects = [
+        *(write_project(folder, name, source) for name, (source, _, _) in BAD.items()),
+        *(write_project(folder, name, source, plugin=plugin) for name, (source, plugin) in TOGETHER.items()),
+        write_project(folder, "acme-future", canary(future) + REWARDS + "...", group="stack.plugins.v2"),
+        write_project(folder, "acme-present", canary(imported) + REWARDS + "registry.add('present', len)"),
+        write_project(folder, "acme-wish", wish),
+    ]
+    with environment.installed(*projects):
+        read = environment.run("-c", READ.format(canary=str(imported)), check=False)
+        # Starting up reads the commands: what is wrong with other entries shows when they are asked for.
+        help_, listed = environment.stack_each(["--help"], ["plugins", "--json"])
+        was_imported = imported.exists()
+        imported.unlink(missing_ok=True)
+        disabled = environment.plugins(STACK_DISABLE_PLUGINS="acme-present,acme-left,acme-wish")
+        selected = environment.plugins(STACK_LOAD_PLUGINS="train")
+    return SimpleNamespace(
+        read=read,
+        help=help_,
+        reports=environment.reports_of(listed),
+        disabled=disabled,
+        selected=selected,
+        was_imported=was_imported,
+        is_imported_though_blocked=imported.exists(),
+        is_future_imported=future.exists(),
+    )
+
+
+def test_all_bad_plugins_at_once_leave_every_command_and_plugin_working(found):
+    for name, (_, status, reason) in BAD.items():
+        report = found.reports[name]
+        assert (report["version"], report["status"], report["registered"]) == ("1.2", status, {})
+        (problem,) = report["problems"]
+        assert re.search(reason, problem)
+    ours = {name: report for name, report in found.reports.items() if name.startswith("stack-")}
+    assert len(ours) == 7
+    assert {(report["status"], *report["problems"]) for report in ours.values()} == {("loaded",)}
+    assert "plugins" in found.help.stdout
+    noted = re.findall(r"^stack: plugin '(acme-.*?)' is (?:left out|incomplete): ", found.help.stderr, re.MULTILINE)
+    known = [name for name, (source, status, _) in BAD.items() if status == "failed" or "_commands" in source]
+    assert sorted(name for name in noted if name in BAD) == sorted(known)
+
+
+def test_another_abi_major_is_never_imported(found):
+    report = found.reports["acme-future"]
     assert (report["status"], report["abi"], report["registered"]) == ("failed", "2", {})
     assert "built for plugin ABI 2, and this core offers ABI 1" in report["problems"][0]
-    assert not sings.exists()
+    assert not found.is_future_imported
 
 
-def test_the_canary_would_have_sung(environment, project, tmp_path):
-    sings = tmp_path / "imported"
-    with environment.installed(project("acme-present", canary(sings) + REWARDS + "registry.add('kind', len)")):
-        environment.run("-c", "import stack_core")
-        assert not sings.exists(), "importing core loads no plugin"
-        report = environment.plugins()["acme-present"]
-    assert (report["status"], report["registered"]) == ("loaded", {"rewards": ["kind"]})
-    assert sings.exists()
+def test_two_plugins_of_one_name_are_both_refused_and_named(found):
+    for name in ("acme-left", "acme-right"):
+        report = found.reports[name]
+        assert (report["status"], report["registered"], len(report["problems"])) == ("failed", {}, 1)
+        assert "'acme-left' and 'acme-right' each name their plugin 'same'" in report["problems"][0]
+    left, right = found.disabled["acme-left"], found.disabled["acme-right"]
+    assert (left["status"], right["registered"]) == ("blocked", {"rewards": ["right"]})
 
 
-def test_two_plugins_of_one_name_are_both_refused_and_named(environment, project):
-    twins = [project(f"acme-{side}", REWARDS + f"registry.add('{side}', len)", plugin="same") for side in ("l", "r")]
-    with environment.installed(*twins):
-        both = environment.plugins()
-        one = environment.plugins(STACK_DISABLE_PLUGINS="acme-l")
-    for name in ("acme-l", "acme-r"):
-        assert (both[name]["status"], both[name]["registered"], len(both[name]["problems"])) == ("failed", {}, 1)
-        assert "'acme-l' and 'acme-r' each name their plugin 'same'" in both[name]["problems"][0]
-    assert (one["acme-l"]["status"], one["acme-r"]["registered"]) == ("blocked", {"rewards": ["r"]})
+def test_two_entries_of_one_name_are_both_refused_and_named(found):
+    for name in ("first", "second"):
+        report = found.reports[f"acme-{name}"]
+        assert (report["status"], report["registered"]) == ("incomplete", {"rewards": [name]})
+        (problem,) = report["problems"]
+        assert "plugins 'first' and 'second' each register it" in problem
+    assert "PluginError: rewards 'same' is not available: plugins 'first' and 'second'" in found.read.stderr
 
 
-def test_two_entries_of_one_name_are_both_refused_and_named(environment, project):
-    twins = [
-        project(f"acme-{side}", REWARDS + f"registry.add('same', len); registry.add('{side}', len)")
-        for side in ("l", "r")
-    ]
-    with environment.installed(*twins):
-        reports = environment.plugins()
-        asked = environment.run(
-            "-c", "from stack_core import registries; registries.rewards['same']", check=False
-        ).stderr
-    for side in ("l", "r"):
-        report = reports[f"acme-{side}"]
-        assert (report["status"], report["registered"]) == ("incomplete", {"rewards": [side]})
-        assert len(report["problems"]) == 1
-        assert "plugins 'acme-l' and 'acme-r' each register it" in report["problems"][0]
-    assert "PluginError: rewards 'same' is not available: plugins 'acme-l' and 'acme-r'" in asked
+def test_a_plugin_that_the_environment_leaves_out_is_not_imported(found):
+    present = found.reports["acme-present"]
+    assert (present["status"], present["registered"]) == ("loaded", {"rewards": ["present"]})
+    assert found.was_imported and not found.is_imported_though_blocked
+    for variable, reports in (("STACK_DISABLE_PLUGINS", found.disabled), ("STACK_LOAD_PLUGINS", found.selected)):
+        assert reports["acme-present"]["status"] == "blocked"
+        assert variable in reports["acme-present"]["problems"][0]
+        assert [reports[name]["status"] for name in ("stack-core", "stack-train")] == ["loaded", "loaded"]
 
 
-@pytest.mark.parametrize("environ", [{"STACK_DISABLE_PLUGINS": "acme-blocked"}, {"STACK_LOAD_PLUGINS": "train"}])
-def test_what_the_environment_leaves_out_is_not_imported(environment, project, tmp_path, environ):
-    sings = tmp_path / "imported"
-    with environment.installed(project("acme-blocked", canary(sings) + REWARDS + "registry.add('kind', len)")):
-        reports = environment.plugins(**environ)
-    (variable,) = environ
-    assert reports["acme-blocked"]["status"] == "blocked"
-    assert variable in reports["acme-blocked"]["problems"][0]
-    assert [reports[name]["status"] for name in ("stack-core", "stack-train")] == ["loaded", "loaded"]
-    assert not sings.exists()
-
-
-def test_a_command_that_cannot_be_called_leaves_the_others(environment, project):
-    source = HEADER + "@hookimpl\ndef stack_register_commands(registry): registry.add('wish', 1)"
-    with environment.installed(project("acme-wish", source)):
-        shown = environment.stack("--help")
-    assert "stack: command 'wish' of plugin 'acme-wish' is left out" in shown.stderr
-    assert "plugins" in shown.stdout
+def test_a_command_that_cannot_be_called_leaves_the_others(found):
+    assert "stack: command 'sigh' of plugin 'acme-wish' is left out" in found.help.stderr
+    assert "plugins" in found.help.stdout

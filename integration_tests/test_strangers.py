@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 
+import stack_profile
 from stack_core import ops
 from stack_core.abi.ops import QView
 
@@ -26,7 +27,7 @@ output: {output}
 """
 
 
-TRAINING_PLUGINS = ("model", "objective", "optimizer", "data_source", "data_kind")
+TRAINING_PLUGINS = ("model", "objective", "optimizer", "data_source", "data_kind", "observer")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir()))
@@ -40,30 +41,29 @@ def test_an_example_is_a_distribution_of_fewer_than_130_lines_that_the_readme_na
 CALL = """
 import jax, jax.numpy as jnp
 from stack_core import ops
+from stack_core.abi.plugins import plugins
 x, w_gate, w_up = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 8), (8, 5), (8, 5)]))
 expected = ops.gated_linear_unit(x, w_gate, w_up, implementation="reference")
 actual = ops.gated_linear_unit(x, w_gate, w_up, implementation="one_product")
 assert jnp.allclose(actual, expected, rtol=1e-5), (actual, expected)
 products = str(jax.make_jaxpr(lambda *a: ops.gated_linear_unit(*a, implementation="one_product"))(x, w_gate, w_up))
 assert products.count("dot_general[") == 1
+(registered,) = (each.registered for each in plugins.reports() if each.distribution == "acme-glu")
+assert registered == {"ops": ("gated_linear_unit/one_product",)}, registered
 """
 
 
-def test_an_op_implementation_is_chosen_by_name_and_meets_the_contract(environment, tmp_path):
+def test_an_op_implementation_is_chosen_by_name_and_meets_the_contract(environment):
     with environment.installed(EXAMPLES / "op"):
-        assert environment.plugins()["acme-glu"]["registered"] == {"ops": ["gated_linear_unit/one_product"]}
-        environment.run("-c", CALL)
-        suite = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", "/dev/null"]
-        passed = environment.run(*suite, str(EXAMPLES / "op" / "test_contract.py"))
-    assert re.search(r"^\d+ passed, \d+ skipped", passed.stdout, re.MULTILINE), passed.stdout
-    removed = environment.run("-c", CALL, check=False)
-    assert "UnknownName: Unknown name 'gated_linear_unit/one_product' among ops" in removed.stderr
+        passed = environment.check_contract(EXAMPLES / "op", "-k", "float32 or shard_map", code=CALL)
+    assert re.search(r"^\d+ passed, \d+ skipped", passed, re.MULTILINE), passed
 
 
 CONV = """
 import jax, jax.numpy as jnp
 from acme_conv.op import short_conv
 from stack_core import ops
+from stack_core.abi.plugins import plugins, registries
 from stack_kernels import expected, implementation
 x, weight = jnp.arange(30.0).reshape(2, 5, 3), jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
 before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
@@ -78,48 +78,39 @@ mine = implementation("short_conv", name="mine", is_opaque=False)(lambda x, weig
 assert jnp.array_equal(short_conv(x, weight, implementation=mine), x)
 rows = expected("short_conv", {"x": (2, 5, 3), "weight": (2, 3)}, "h100")
 assert {row.implementation for row in rows} == {"grouped", "reference"}
+assert "short_conv" in registries.op_definitions
+(registered,) = (each.registered for each in plugins.reports() if each.distribution == "acme-conv")
+assert registered == {"op_definitions": ("short_conv",), "ops": ("short_conv/grouped", "short_conv/reference")}
 """
 
 
-def test_an_op_of_a_stranger_is_dispatched_differentiated_and_held_to_its_own_contract(environment, tmp_path):
+def test_an_op_of_a_stranger_is_dispatched_differentiated_and_held_to_its_own_contract(environment):
     with environment.installed(EXAMPLES / "op_definition"):
-        assert environment.plugins()["acme-conv"]["registered"] == {
-            "op_definitions": ["short_conv"],
-            "ops": ["short_conv/grouped", "short_conv/reference"],
-        }
-        environment.run("-c", CONV)
-        suite = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", "/dev/null"]
-        passed = environment.run(
-            *suite, str(EXAMPLES / "op_definition" / "test_contract.py"), "-k", "float32 or shard_map"
-        )
-    assert re.search(r"^20 passed, \d+ deselected", passed.stdout, re.MULTILINE), passed.stdout
+        passed = environment.check_contract(EXAMPLES / "op_definition", "-k", "float32 or shard_map", code=CONV)
+    assert re.search(r"^20 passed, \d+ deselected", passed, re.MULTILINE), passed
 
 
-def test_a_command_runs(environment, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kernel", "op", "op_definition"])
+def test_an_example_meets_its_whole_contract(environment, name):
+    with environment.installed(EXAMPLES / name):
+        passed = environment.check_contract(EXAMPLES / name)
+    assert re.search(r"^\d+ passed", passed, re.MULTILINE), passed
+
+
+def test_a_command_runs_and_is_gone_once_it_is_removed(environment, tmp_path):
     records = [{"kind": "train", "step": step, "loss": 8.0 - step} for step in range(8)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    commands = (["--help"], ["losses", str(tmp_path)], ["losses", str(tmp_path / "nowhere")])
     with environment.installed(EXAMPLES / "command"):
-        assert "Draw the losses of a run." in environment.stack("--help").stdout
-        drawn = environment.stack("losses", str(tmp_path), PYTHONUTF8="1")
-        refused = environment.stack("losses", str(tmp_path / "nowhere"), check=False)
+        help_, drawn, refused = environment.stack_each(*commands, PYTHONUTF8="1")
+    assert "Draw the losses of a run." in help_.stdout
     assert drawn.stdout == "█▇▆▅▄▃▂▁ 8.000 to 1.000\n"
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "does not exist. Name the output directory" in refused.stderr
     removed = environment.stack("losses", str(tmp_path), check=False)
     assert removed.returncode == 2
     assert "Unknown name 'losses' among commands" in removed.stderr
-
-
-def test_an_observer_sees_the_events_of_a_run(environment, tmp_path):
-    (tmp_path / "run.yaml").write_text(TRAINING.format(text=__file__, output=tmp_path / "run"))
-    with environment.installed(EXAMPLES / "observer"):
-        environment.stack("train", str(tmp_path / "run.yaml"), XDG_CACHE_HOME=str(tmp_path / "cache"))
-    journal = (tmp_path / "run" / "journal.txt").read_text()
-    events = re.findall(r"^[\d-]+ [\d:]+ (\w+)\(", journal, re.MULTILINE)
-    assert (events[0], events[-1]) == ("RunStarted", "RunFinished")
-    assert re.findall(r"StepFinished\(step=(\d+)", journal) == ["1", "2", "3"]
-    assert "CheckpointSaved(step=3" in journal
-    assert "acme-journal" not in environment.plugins()
 
 
 STRANGE = """
@@ -137,7 +128,7 @@ def _losses(run):
     return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
-def test_a_run_of_a_strangers_model_objective_optimizer_and_data(environment, tmp_path):
+def test_a_run_of_a_strangers_model_objective_optimizer_data_and_observer(environment, tmp_path):
     table = tmp_path / "table.csv"
     table.write_text("title,body\n" + "".join(f"number {i},the body of {i} and what it says\n" for i in range(50)))
     text = f'{{source: "csv:{table}#body", seq_tokens: 16, batch_size: 2, validation_fraction: 0}}'
@@ -146,35 +137,54 @@ def test_a_run_of_a_strangers_model_objective_optimizer_and_data(environment, tm
     for kind, (vocab_size, data) in kinds.items():
         config = STRANGE.format(vocab_size=vocab_size, data=data, steps=3, output=tmp_path / kind)
         names[kind].write_text(config)
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    trained = [["train", str(names[kind])] for kind in kinds]
+    wrong = ["train", str(names["text"]), "--data.source=csv:nowhere.csv", f"--output={tmp_path}/wrong"]
     with environment.installed(*(EXAMPLES / name for name in TRAINING_PLUGINS)):
-        for kind in kinds:
-            environment.stack("train", str(names[kind]), **cache)
-        wrong = environment.stack(
-            "train", str(names["text"]), "--data.source=csv:nowhere.csv", f"--output={tmp_path}/wrong", check=False
-        )
+        *done, refused = environment.stack_each(*trained, wrong, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert [each.returncode for each in done] == [0, 0], done
     for kind, (vocab_size, _) in kinds.items():
         losses = _losses(tmp_path / kind)
         assert list(losses) == [1, 2, 3]
         assert losses[1] == pytest.approx(np.log(vocab_size), rel=0.2)
-    assert "There is no file nowhere.csv. Write csv:FILE#COLUMN." in wrong.stderr
-    removed = environment.stack("train", str(names["bytes"]), check=False)
-    assert removed.returncode == 2 and "bigram" in removed.stderr
+    assert "There is no file nowhere.csv. Write csv:FILE#COLUMN." in refused.stderr
+    journal = (tmp_path / "text" / "journal.txt").read_text()
+    events = re.findall(r"^[\d-]+ [\d:]+ (\w+)\(", journal, re.MULTILINE)
+    assert (events[0], events[-1]) == ("RunStarted", "RunFinished")
+    assert re.findall(r"StepFinished\(step=(\d+)", journal) == ["1", "2", "3"]
+    assert "CheckpointSaved(step=3" in journal
 
 
-def test_a_model_with_attention_and_a_cache_trains_generates_and_serves(environment, tmp_path):
+# What `stack train`, `stack generate` and the engine of `stack serve` do with a run.
+GENERATED = """
+import json, sys
+from stack_core.cli import main
+from stack_serve import LLM, SamplingParams
+config, run = sys.argv[1:]
+main(["train", config])
+main(["generate", run, "--prompt", "import", "--max-tokens", "9", "--temperature", "0", "--json"])
+with LLM(run, max_sequences=1) as llm:
+    (output,) = llm.generate("import", SamplingParams(max_tokens=9, temperature=0.0))
+print(json.dumps({"text": output.text}))
+"""
+
+
+def test_a_model_with_attention_and_a_cache_trains_generates_and_is_served(environment, tmp_path):
     run = tmp_path / "run"
     config = TRAINING.format(text=__file__, output=run)
     config = re.sub(r"model: .*", "model: {name: decoder, vocab_size: 280, max_positions: 64}", config)
     (tmp_path / "run.yaml").write_text(config)
     with environment.installed(EXAMPLES / "decoder"):
-        environment.stack("train", str(tmp_path / "run.yaml"), XDG_CACHE_HOME=str(tmp_path / "cache"))
-        arguments = ("--prompt", "import", "--max-tokens", "9", "--temperature", "0", "--json")
-        generated = json.loads(environment.stack("generate", str(run), *arguments).stdout)
-        served = Served(run, python=str(environment.python))
-        answer = served.openai.completions.create(model=served.model, prompt="import", max_tokens=9, temperature=0)
-        served.stop()
-    assert answer.choices[0].text == generated["text"] != ""
+        done = environment.run("-c", GENERATED, str(tmp_path / "run.yaml"), str(run), XDG_CACHE_HOME=str(tmp_path))
+    generated, served = (json.loads(line)["text"] for line in done.stdout.splitlines()[-2:])
+    assert served == generated != ""
+
+
+SERVED = """
+import sys
+from stack_serve import LLM, SamplingParams
+with LLM(sys.argv[1], max_sequences=1) as llm:
+    print(llm.generate("abc", SamplingParams(max_tokens=8, temperature=0.0))[0].text)
+"""
 
 
 def test_a_directory_of_a_strangers_format_is_served(environment, tmp_path):
@@ -183,51 +193,37 @@ def test_a_directory_of_a_strangers_format_is_served(environment, tmp_path):
         table[before, after] = 9.0
     np.save(tmp_path / "table.npy", table)
     with environment.installed(EXAMPLES / "model_format"):
-        served = Served(tmp_path, python=str(environment.python))
-        answer = served.openai.completions.create(model=served.model, prompt="abc", max_tokens=8, temperature=0)
-        served.stop()
-        refused = environment.stack("convert", f"table:{tmp_path}", str(tmp_path / "run"), check=False)
-    assert answer.choices[0].text == "defabcde"
-    assert refused.returncode == 2 and "Unknown model format 'table'" in refused.stderr
+        assert environment.run("-c", SERVED, str(tmp_path)).stdout == "defabcde\n"
 
 
 def test_an_engine_is_served_as_ours_is(environment, tmp_path):
     write_checkpoint(tmp_path)
     with environment.installed(EXAMPLES / "engine"):
-        refused = environment.stack("serve", str(tmp_path), "--engine", "lookup", "--pages", "9", check=False)
         served = Served(tmp_path, "--engine", "lookup", python=str(environment.python))
         answer = served.openai.completions.create(model=served.model, prompt="abcab", max_tokens=9)
         with pytest.raises(openai.BadRequestError, match="Nothing is sampled, so omit top_p"):
             served.openai.completions.create(model=served.model, prompt="abcab", top_p=0.5)
         served.stop()
-    assert "--pages is for the engine llm, not for lookup" in refused.stderr
     assert answer.usage.completion_tokens == 9
     assert answer.choices[0].text in "cab" * 9
-    assert "lookup" not in environment.plugins()
 
 
-CAPTURE = """
-import jax, stack_profile
-step = jax.jit(lambda x: x @ x)
-x = step(jax.numpy.ones((256, 256)))
-with stack_profile.capture("out") as captured:
-    x = step(x)
-captured.wait()
-"""
-
-
-def test_an_analysis_is_a_command_like_ours(environment, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    environment.run("-c", CAPTURE)
+def test_an_analysis_is_a_command_like_ours(environment, tmp_path):
+    step, out = jax.jit(lambda x: x @ x), str(tmp_path / "out")
+    x = step(jnp.ones((256, 256)))
+    with stack_profile.capture(tmp_path / "out") as captured:
+        jax.block_until_ready(step(x))
+    captured.wait()
+    command = ["profile", "opcodes", out, "--json"]
     with environment.installed(EXAMPLES / "analysis"):
-        assert "by the kind of instruction." in environment.stack("profile", "--help").stdout
-        assert "--least-share FLOAT" in environment.stack("profile", "opcodes", "--help").stdout
-        rows = json.loads(environment.stack("profile", "opcodes", "out", "--json").stdout)["rows"]
-        none = json.loads(environment.stack("profile", "opcodes", "out", "--least-share", "2", "--json").stdout)["rows"]
+        group, help_, found, rare = environment.stack_each(
+            ["profile", "--help"], ["profile", "opcodes", "--help"], command, [*command, "--least-share", "2"]
+        )
+    assert "by the kind of instruction." in group.stdout
+    assert "--least-share FLOAT" in help_.stdout
+    rows = json.loads(found.stdout)["rows"]
     assert sum(row["busy_share"] for row in rows) == pytest.approx(1)
-    assert rows[0]["self_s"] > 0 and none == []
-    removed = environment.stack("profile", "opcodes", "out", check=False)
-    assert (removed.returncode, "Unknown name 'profile opcodes'" in removed.stderr) == (2, True)
+    assert rows[0]["self_s"] > 0 and json.loads(rare.stdout)["rows"] == []
 
 
 @jax.tree_util.register_dataclass

@@ -81,12 +81,18 @@ def test_a_flag_that_xla_does_not_know_is_named(doctor):
     assert any("acts as this many devices" in note for note in notes)
 
 
-def test_settings_that_change_results_are_notes_and_no_failure(doctor):
-    done = doctor("--json", JAX_ENABLE_X64="1", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+def test_unusual_settings_are_notes_and_warnings_and_no_failure(doctor, tmp_path):
+    (tmp_path / "jax.py").write_text("raise RuntimeError('mine')")
+    flags = "--xla_force_host_platform_device_count=2"
+    done = doctor("--json", JAX_ENABLE_X64="1", XLA_FLAGS=flags, STACK_LOAD_PLUGINS="core,nobody")
     assert done.returncode == 0
     assert findings(done, "JAX_ENABLE_X64", "note")
     (devices,) = findings(done, "devices", "ok")
     assert devices["found"].startswith("2 x 'cpu'")
+    assert any("'nobody'" in one["found"] for one in findings(done, "plugins", "warning"))
+    assert findings(done, "STACK_LOAD_PLUGINS", "note")
+    (warning,) = findings(done, "jax", "warning")
+    assert warning["advice"] == f"Rename {tmp_path / 'jax.py'}."
 
 
 def test_a_jax_that_hides_the_installed_one_and_fails_is_located(doctor, fake_jax):
@@ -102,9 +108,9 @@ def test_a_jax_that_hides_the_installed_one_and_fails_is_located(doctor, fake_ja
 @pytest.mark.parametrize(
     ("source", "timeout_s", "check", "found"),
     [
-        ("import time; time.sleep(600)", "5", "jax", "importing JAX failed: no answer after 5 s"),
+        ("import time; time.sleep(600)", "3", "jax", "importing JAX failed: no answer after 3 s"),
         ("import os; os.abort()", "90", "jax", "importing JAX failed: the process was killed by SIGABRT"),
-        ("raise SystemExit(3)", "90", "jax", "importing JAX failed: SystemExit: 3"),
+        pytest.param("raise SystemExit(3)", "90", "jax", "importing JAX failed: SystemExit: 3", marks=pytest.mark.slow),
         ("__version__ = '9'", "90", "devices", "listing JAX's devices failed: AttributeError"),
     ],
     ids=["hangs", "aborts", "exits", "is not jax"],
@@ -128,21 +134,6 @@ def test_a_plugin_that_fails_is_a_problem_and_says_how_to_block_it(doctor, tmp_p
     assert "a_module_that_is_not_there" in problem["found"]
     assert "STACK_DISABLE_PLUGINS=acme" in problem["advice"]
     assert doctor("--json", PYTHONPATH=str(info.parent), STACK_DISABLE_PLUGINS="acme").returncode == 0
-
-
-def test_blocked_plugins_are_notes_and_unknown_names_warnings(doctor):
-    done = doctor("--json", STACK_LOAD_PLUGINS="core,nobody")
-    assert done.returncode == 0
-    assert any("'nobody'" in one["found"] for one in findings(done, "plugins", "warning"))
-    assert findings(done, "STACK_LOAD_PLUGINS", "note")
-
-
-def test_a_file_named_jax_in_the_folder_is_a_warning(doctor, tmp_path):
-    (tmp_path / "jax.py").write_text("raise RuntimeError('mine')")
-    done = doctor("--json")
-    assert done.returncode == 0
-    (warning,) = findings(done, "jax", "warning")
-    assert warning["advice"] == f"Rename {tmp_path / 'jax.py'}."
 
 
 def test_importing_the_doctor_brings_no_jax():

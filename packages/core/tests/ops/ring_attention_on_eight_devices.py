@@ -1,4 +1,4 @@
-"""Checks of `ring_attention` that need eight devices; `test_ring_attention.py` runs them where there are."""
+"""Checks of `ring_attention` that need eight devices; `test_on_eight_devices.py` runs them where there are."""
 
 import sys
 import unittest

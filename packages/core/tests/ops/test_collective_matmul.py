@@ -1,10 +1,6 @@
-"""`collective_matmul` on one device here, and on eight in a process that has them; and what it says when it cannot."""
+"""Tests `collective_matmul` on one device, and its errors; `test_on_eight_devices.py` tests it on several."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,13 +24,6 @@ X, WEIGHT = jax.ShapeDtypeStruct((6, 8), "float32"), jax.ShapeDtypeStruct((8, 4)
 )
 def test_the_contract_on_one_device(check: OpCheck) -> None:
     check(REFERENCE)
-
-
-@pytest.mark.parametrize("checks", ["few", pytest.param("all", marks=pytest.mark.slow)])
-def test_on_eight_devices(checks: str) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    script = Path(__file__).with_name("collective_matmul_on_eight_devices.py")
-    subprocess.run([sys.executable, "-W", "error", script, checks], check=True, env=environment)
 
 
 @pytest.fixture

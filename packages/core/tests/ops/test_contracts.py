@@ -2,6 +2,7 @@ import dataclasses
 import importlib
 import types
 import unittest
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from stack_core.ops.definitions.attention import REFERENCE as ATTENTION
 from stack_core.ops.references import attention_tiles
-from stack_core.testing import OpCheck, Quantized, accelerator_checks, op_checks
+from stack_core.testing import OpCase, OpCheck, Quantized, accelerator_checks, op_checks
 from stack_core.testing.op_contract import _poison_memory_for, draw
 
 OPS = (
@@ -29,11 +30,40 @@ OPS = (
 )  # those that need several devices: test_collective_matmul.py, test_exchange.py, test_ring_attention.py
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(check, id=f"{op}-{check}") for op in OPS for check in (*op_checks(op), *accelerator_checks(op))],
-)
+# Cases whose options and sizes other cases of the op have too, most of them combined; by default they are left out.
+SIMILAR = {
+    "attention": "causal window_and_more_keys left_window bias mask_per_head segments scale narrow_values",
+    "gated_linear_unit": "one_quantized one_bias limit up_offset",
+    "linear": "quantized_by_tensor quantized_by_row_tile quantized_by_d_in quantized_uint8 quantized_fp8 w8a8_batch",
+    "linear_attention": "one_token wide_values without_decay without_beta",
+    "linear_cross_entropy": "sum all_ignored_none other_ignore_index whole_tiles z_loss label_smoothing bias softcap",
+    "low_rank": "first_of_several row_of_each_sequence more_adapters_than_rows",
+    "paged_attention": "mixed slot_major_decode keys_beside_values_decode keys_beside_values_options head_a_key_head "
+    "one_slot softcap ahead values_in_keys values_that_are_keys_of_no_queries pages_that_are_not_there "
+    "lengths_beyond_the_table negative_lengths starts_beyond_the_tokens starts_that_do_not_ascend infinity",
+    "ragged_dot": "one_group empty_groups only_rows_of_no_group one_row_a_group one_large_group bias "
+    "quantized_by_channel",
+    "state_space": "one_token",
+}
+
+
+def _contracts() -> Iterator[Any]:
+    """Yields all checks; by default each case but the similar ones runs in one of its covering aspects, by turns."""
+    for op in OPS:
+        similar = SIMILAR.get(op, "").split()
+        cases: dict[OpCase, list[OpCheck]] = {}
+        for check in op_checks(op):
+            cases.setdefault(check.case, []).append(check)
+        assert {case.name for case in cases}.issuperset(similar)
+        for place, (case, checks) in enumerate(cases.items()):
+            covering = [check for check in checks if check.is_covering]
+            chosen = None if case.name in similar else covering[(1 + place // 8) % len(covering)]
+            for check in checks:
+                yield pytest.param(check, id=f"{op}-{check}", marks=() if check is chosen else pytest.mark.slow)
+        yield from (pytest.param(check, id=f"{op}-{check}", marks=pytest.mark.slow) for check in accelerator_checks(op))
+
+
+@pytest.mark.parametrize("check", list(_contracts()))
 def test_reference_keeps_its_contract(check: OpCheck) -> None:
     check(importlib.import_module(f"stack_core.ops.definitions.{check.case.op}").REFERENCE)
 
@@ -46,22 +76,24 @@ def _in_chunks(op: str, *names: str) -> list[OpCheck]:
     ]
 
 
+IN_MANY_TILES = (
+    "odd_sizes",
+    "more_queries_than_keys",
+    "window",
+    "broadcast_bias",
+    "segment_pair",
+    "sinks_and_empty_rows",
+    "everything",
+)
+
+
 @pytest.mark.parametrize(
     "check",
-    _in_chunks(
-        "attention",
-        "odd_sizes",
-        "more_queries_than_keys",
-        "window",
-        "left_window",
-        "broadcast_bias",
-        "mask",
-        "segment_pair",
-        "kv_lengths",
-        "narrow_values",
-        "sinks_and_empty_rows",
-        "everything",
-    ),
+    [
+        pytest.param(check, marks=() if check.aspect == "float32" and name in IN_MANY_TILES else pytest.mark.slow)
+        for name in (*IN_MANY_TILES, "left_window", "mask", "kv_lengths", "narrow_values")
+        for check in _in_chunks("attention", name)
+    ],
     ids=str,
 )
 def test_attention_in_many_tiles(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:

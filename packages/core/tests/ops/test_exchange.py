@@ -1,9 +1,5 @@
-"""`exchange` on one device here, and on eight in a process that has them; and what it says when it cannot."""
+"""Tests `exchange` on one device, and its errors; `test_on_eight_devices.py` tests it on several."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,20 +13,20 @@ from stack_core.abi.errors import ArgumentError, ShapeError, UnknownName
 from stack_core.ops.definitions.exchange import REFERENCE
 from stack_core.testing import OpCheck, op_checks
 
+FEW = ("send_all_over_1-transformed", "send_cut_off_over_1-bfloat16", "return_cut_off_over_1-float32")
 
-@pytest.mark.covering
+
 @pytest.mark.parametrize(
-    "check", [check for check in op_checks("exchange") if check.case.name.endswith("_over_1")], ids=str
+    "check",
+    [
+        pytest.param(check, marks=() if str(check) in FEW else pytest.mark.slow)
+        for check in op_checks("exchange")
+        if check.case.name.endswith("_over_1")
+    ],
+    ids=str,
 )
 def test_the_contract_on_one_device(check: OpCheck) -> None:
     check(REFERENCE)
-
-
-@pytest.mark.parametrize("checks", ["few", pytest.param("all", marks=pytest.mark.slow)])
-def test_on_eight_devices(checks: str) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    script = Path(__file__).with_name("exchange_on_eight_devices.py")
-    subprocess.run([sys.executable, "-W", "error", script, checks], check=True, env=environment)
 
 
 @pytest.mark.parametrize(

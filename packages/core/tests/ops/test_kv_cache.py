@@ -70,7 +70,7 @@ def test_it_is_near_attention_in_float(kind: str, spec: AttentionSpec) -> None:
         assert (0 if kind == "model" else 1e-3) <= error(layer, expected) <= MOST[kind]
 
 
-@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("kind", [pytest.param("model", marks=pytest.mark.slow), "int8"])
 def test_queries_of_another_layer_see_the_tokens_of_the_same_call(kind: str) -> None:
     query, key, value = tokens()
     spec, cache, first, found = AttentionSpec(window=(3, 0)), empty(kind), [], []
@@ -94,7 +94,7 @@ def test_chunks_attend_to_themselves() -> None:
         np.testing.assert_allclose(layer, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, (3, 0)])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), (3, 0)])
 def test_tokens_of_an_image_see_the_rest_of_it(window: Any) -> None:
     query, key, value = tokens()
     ahead = np.zeros((3, SEQ), np.int32)

@@ -31,7 +31,7 @@ def _attention_bytes(attention: Any, tokens: int, dtype: str = "float32") -> int
     return _temporary_bytes(jax.value_and_grad(total, argnums=(0, 1, 2)), operand, operand, operand)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_attention_of_32k_tokens_and_8_heads_needs_less_than_1_gib(dtype: str) -> None:
     assert _attention_bytes(functools.partial(ops.attention, causal=True), 32768, dtype) < 1024 * MIB
 
@@ -102,6 +102,7 @@ def test_cross_entropy_without_gradient_forms_one_product_a_chunk() -> None:
     assert gradient.count("dot_general") == 3
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_tied_head_trains_in_every_dtype(dtype: str, reduction: str) -> None:
@@ -153,6 +154,7 @@ def test_bf16_products_run_under_any_vmap(in_axes: tuple[int | None, int | None]
     assert all(bool(jnp.all(jnp.isfinite(gradient.astype(jnp.float32)))) for gradient in gradients)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0)])
 @pytest.mark.parametrize("further_axes", [(0, 0), (0, None), (None, 0)])
 def test_bf16_products_of_heads_run_where_one_operand_is_mapped(in_axes: Any, further_axes: Any) -> None:

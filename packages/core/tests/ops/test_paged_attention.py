@@ -38,7 +38,11 @@ def _in_pages(x: Any) -> Any:
     return x.reshape(-1, SLOTS, KV_HEADS, HEAD_DIM).swapaxes(1, 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": (3, None), "softcap": 1.5, "scale": 0.4}], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"window": (3, None), "softcap": 1.5, "scale": 0.4}],
+    ids=["plain", "options"],
+)
 def test_it_is_attention_of_every_sequence_alone(options: dict[str, Any]) -> None:
     query, sinks = _normal(0, STARTS[-1], HEADS, HEAD_DIM), _normal(3, HEADS)
     key, value = _normal(1, 4, 16, KV_HEADS, HEAD_DIM), _normal(2, 4, 16, KV_HEADS, HEAD_DIM)
@@ -50,7 +54,7 @@ def test_it_is_attention_of_every_sequence_alone(options: dict[str, Any]) -> Non
         np.testing.assert_allclose(paged[own], dense[0], atol=2e-6)
 
 
-@pytest.mark.parametrize("left", [None, 2])
+@pytest.mark.parametrize("left", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_queries_see_keys_ahead(left: int | None) -> None:
     query = _normal(0, STARTS[-1], HEADS, HEAD_DIM)
     key, value = _normal(1, 4, 16, KV_HEADS, HEAD_DIM), _normal(2, 4, 16, KV_HEADS, HEAD_DIM)
@@ -89,7 +93,11 @@ def test_it_agrees_with_jax_ragged_paged_attention() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [c for c in op_checks("paged_attention") if c.case.name == "everything" or str(c) == "window-float32"],
+    [
+        pytest.param(check, marks=() if check.aspect == "float32" else pytest.mark.slow)
+        for check in op_checks("paged_attention")
+        if check.case.name == "everything" or str(check) == "window-float32"
+    ],
     ids=str,
 )
 def test_a_page_a_step(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,25 @@ def _gradients(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
     return jax.grad(lambda lhs, rhs: jnp.sum(ops.ragged_dot(lhs, rhs, group_sizes) * weights), argnums=(0, 1))(lhs, rhs)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("tile_rows", [1, 1024])
+FEW = (
+    ("odd_sizes", 1),
+    ("odd_sizes", 1024),
+    ("rows_of_no_group", 1),
+    ("more_rows_in_groups_than_there_are", 1024),
+    ("quantized_by_tile", 1),
+    ("bias", 1024),
+)
+
+
 @pytest.mark.parametrize(
-    "check", [c for c in op_checks("ragged_dot") if c.aspect == "float32" and c.case.name != "empty_rows"], ids=str
+    ("check", "tile_rows"),
+    [
+        pytest.param(check, rows, marks=() if (check.case.name, rows) in FEW else pytest.mark.slow)
+        for check in op_checks("ragged_dot")
+        for rows in (1, 1024)
+        if check.aspect == "float32" and check.case.name != "empty_rows"
+    ],
+    ids=str,
 )
 def test_tiles_of_any_size(check: OpCheck, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TILES, "_tile_rows", lambda rows, groups: tile_rows)
@@ -76,8 +91,9 @@ def test_the_scale_of_a_quantized_operand_has_a_gradient(scale_shape: tuple[int,
     def total(lhs: Any, scales: Any, prepare: Any) -> Any:
         return jnp.sum(jnp.sin(ops.ragged_dot(lhs, prepare(Quantized(values, scales)), group_sizes)))
 
-    actual = jax.grad(total, argnums=(0, 1))(LHS, scales, lambda rhs: rhs)
-    expected = jax.grad(total, argnums=(0, 1))(LHS, scales, lambda rhs: ops.dequantize(rhs, jnp.float32))
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1)), static_argnums=2)
+    actual = gradient(LHS, scales, lambda rhs: rhs)
+    expected = gradient(LHS, scales, lambda rhs: ops.dequantize(rhs, jnp.float32))
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6), actual, expected)
 
 

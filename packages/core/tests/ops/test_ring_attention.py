@@ -1,10 +1,6 @@
-"""`ring_attention` on one device here, and on eight in a process that has them; and what it says when it cannot."""
+"""Tests `ring_attention` on one device, and its errors; `test_on_eight_devices.py` tests it on several."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,20 +15,20 @@ from stack_core.abi.errors import ArgumentError, ShapeError, UnknownName
 from stack_core.ops.definitions.ring_attention import REFERENCE
 from stack_core.testing import OpCheck, op_checks
 
+FEW = ("causal_over_1-bfloat16", "contiguous_over_1-transformed")
 
-@pytest.mark.covering
+
 @pytest.mark.parametrize(
-    "check", [check for check in op_checks("ring_attention") if check.case.name.endswith("_over_1")], ids=str
+    "check",
+    [
+        pytest.param(check, marks=() if str(check) in FEW else pytest.mark.slow)
+        for check in op_checks("ring_attention")
+        if check.case.name.endswith("_over_1")
+    ],
+    ids=str,
 )
 def test_the_contract_on_one_device(check: OpCheck) -> None:
     check(REFERENCE)
-
-
-@pytest.mark.parametrize("checks", ["few", pytest.param("all", marks=pytest.mark.slow)])
-def test_on_eight_devices(checks: str) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    script = Path(__file__).with_name("ring_attention_on_eight_devices.py")
-    subprocess.run([sys.executable, "-W", "error", script, checks], check=True, env=environment)
 
 
 @pytest.fixture

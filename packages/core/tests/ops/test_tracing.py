@@ -120,10 +120,10 @@ def test_the_line_of_each_call_is_its_own() -> None:
         assert f'test_tracing.py":{line}:' in text
 
 
-LINEAR_IN = [
-    pytest.param(op, name, id=f"{op}-{name}")
+LINEAR_IN = [  # by default one operand of each op
+    pytest.param(op, name, id=f"{op}-{name}", marks=pytest.mark.slow if place else ())
     for op in ("attention", "linear", "low_rank", "norm", "ragged_dot", "rope")  # the others need several devices
-    for name in op_named(op).linear_in
+    for place, name in enumerate(op_named(op).linear_in)
 ]
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -47,6 +47,7 @@ def test_products(equation, shapes, expected):
     assert flops.uncounted == ()
 
 
+@settings(max_examples=20)
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
 def test_a_scan_of_batched_products(batch, rows, inner, columns, length):
     def scanned(x, y):

@@ -63,7 +63,7 @@ def test_a_count_of_another_run_is_refused_on_both_sides(address):
 
 
 def test_a_stranger_at_the_address_is_passed_over(address):
-    first = threading.Thread(target=meeting, args=(place(address, 0),))
+    first, second = (threading.Thread(target=meet, args=(place(address, process),)) for process in (0, 1))
     first.start()
     host, port = place(address, 0).address
     while True:
@@ -73,9 +73,11 @@ def test_a_stranger_at_the_address_is_passed_over(address):
             break
         except OSError:
             continue
-    meet(place(address, 1))
-    first.join(30)
-    assert not first.is_alive()
+    second.start()
+    first.join(15)
+    with socket.create_server((host, port)):  # the coordinator, for which the second process waits
+        second.join(15)
+    assert not first.is_alive() and not second.is_alive()
 
 
 def test_an_address_in_use_is_refused(address):

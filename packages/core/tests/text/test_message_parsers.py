@@ -207,7 +207,7 @@ def arguments_of(deltas: list[MessageDelta]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("parser", [*TOOL_PARSERS, *REASONING_PARSERS])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 1000), max_size=8))
 def test_deltas_are_the_same_for_every_split(parser: type[MessageParser], text: str, cuts: list[int]) -> None:
     whole = parts(run(parser(tools=TOOLS), [text]))
@@ -248,7 +248,7 @@ def test_streamed_arguments_begin_some_json(text: str) -> None:
 
 
 @pytest.mark.parametrize(("parser", "write"), WRITERS)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(calls=CALLS, content=st.sampled_from(["", "Let me see.", "é {x}"]), cuts=st.lists(st.integers(0, 1000)))
 def test_written_calls_are_read_back(
     parser: type[MessageParser], write: Callable[[Calls], str], calls: Calls, content: str, cuts: list[int]

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from stack_core.abi.config import parse, to_mapping
@@ -31,6 +30,7 @@ from stack_train.huggingface import FORMAT
 from stack_train.run.config import run_config
 
 from ..huggingface.published import small_checkpoint
+from ..random_models import draw_model
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 3, "head_dim": 6, "mlp": 40, "layers": 2, "decoder_layers": 3}
 SIZES |= {"buckets": 6, "max_distance": 9, "max_positions": 24, "start_token": 7, "dtype": "float32"}
@@ -43,14 +43,12 @@ def make_config(name, **changes):
     return registries.models[name].config_class(**{**SIZES, **FAMILIES[name], **changes})
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# An mT5 has the layers of a T5.
+@pytest.fixture(scope="module", params=["t5", pytest.param("mt5", marks=pytest.mark.slow), "umt5"])
 def model(request):
     with jax.enable_x64(False):
-        family = registries.models[request.param]
-        config = make_config(request.param)
-        graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0))))
-        rng = np.random.default_rng(2)
-        return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.3, size=leaf.shape)), state))
+        family, config = registries.models[request.param], make_config(request.param)
+        return draw_model(lambda: family.build(config, key=jax.random.key(0)), scale=0.3, norm=0.0)
 
 
 @jax.jit

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from stack_core.abi.config import parse, to_mapping
@@ -28,6 +27,7 @@ from stack_train.objectives import CausalLMConfig
 from stack_train.run.config import run_config
 
 from ..huggingface.published import small_checkpoint
+from ..random_models import draw_model
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "mlp": 40, "max_positions": 16, "dtype": "float32"}
 FAMILIES = {
@@ -40,10 +40,7 @@ SEQ = 12
 
 def make_model(name, **changes):
     config = registries.models[name].config_class(**{**SIZES, "initializer_std": 0.2, **FAMILIES[name], **changes})
-    model = nnx.eval_shape(lambda: registries.models[name].build(config, key=jax.random.key(0)))
-    graph, state = nnx.split(model)
-    rng = np.random.default_rng(0)
-    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.3, size=leaf.shape)), state))
+    return draw_model(lambda: registries.models[name].build(config, key=jax.random.key(0)), scale=0.3, norm=0.0)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -1,6 +1,8 @@
+import email
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +23,14 @@ def texts(tmp_path: Path) -> Path:
         lines = (" ".join(WORDS[(index * line + place) % 13] for place in range(6)) for line in range(4 + index % 8))
         path.write_text("\n".join(lines), encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def small_stdlib(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes the package `email` all of the standard library; returns the address of `stdlib`, which is empty."""
+    folder = str(Path(email.__file__).parent)
+    monkeypatch.setattr("stack_train.data.stdlib.sysconfig", SimpleNamespace(get_path=lambda name: folder))
+    return ""
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack_core.abi.data import IGNORED_TARGET
@@ -112,6 +112,7 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@settings(max_examples=30)  # each of which builds a pipeline
 @given(
     seq_tokens=st.integers(1, 40),
     batch_size=st.integers(1, 7),
@@ -220,11 +221,12 @@ def test_text_field_chooses_what_is_read(pipeline: Build, tmp_path: Path) -> Non
     assert pipeline(**small, text_field="body").train_targets == 5
 
 
+@pytest.mark.usefixtures("small_stdlib")
 def test_default_is_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     built = build_pipeline(TextData(vocab_size=300, tokenizer_bytes=50_000, seq_tokens=4096), seed=0)
     assert built.tokenizer.vocab_size == 300
-    assert built.train_targets > 3_000_000
+    assert built.train_targets > 100_000
     assert (tmp_path / "stack" / "corpora").is_dir()
     (batch,) = _take(built, 1)
     text = built.tokenizer.decode(batch["tokens"][0].tolist())

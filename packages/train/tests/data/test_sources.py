@@ -115,7 +115,7 @@ def prepared_set(archive: Path, pipeline: Callable[..., Pipeline], tmp_path: Pat
 
 
 FIXTURES = {
-    "stdlib": None,
+    "stdlib": "small_stdlib",
     "text": "texts",
     "jsonl": "records",
     "parquet": "tables",
@@ -129,8 +129,7 @@ FIXTURES = {
 
 @pytest.fixture(params=list(FIXTURES))
 def source(request: pytest.FixtureRequest) -> DataSource:
-    fixture = FIXTURES[request.param]
-    path = "" if fixture is None else request.getfixturevalue(fixture)
+    path = request.getfixturevalue(FIXTURES[request.param])
     suffix = {"text": "/**/*", "parquet": "/*.parquet", "datasets": ":train"}.get(request.param, "")
     return registries.data_sources[request.param](f"{path}{suffix}")
 

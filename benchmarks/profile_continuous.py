@@ -8,13 +8,13 @@ has a plain block of as much work before and after it, and its time is relative 
 that slowly changes. Blocks are short, so that many of them average what changes quickly.
 
 - `off again` is a third plain block: what chance makes.
-- `samples` has a sampler of Python stacks with its default rate.
+- `samples` has a sampler of Python stacks with ten times its default rate; a tenth of its loss is that of the default.
 - `watching` is the continuous mode between two captures of normal steps: it records for slow steps, without the
   pauses that the default share of a processor would need.
-- `captures` is the mode with ten times the default share of a processor, as many captures as that permits. Its loss is
-  divided by the share that it measured, for the loss at the default share of 1%, half of which captures may take.
+- `captures` is the mode with ten times the default share of a processor, as many captures as that permits.
 
-The loss of the mode is that of `watching` and of `captures` together. Confidence intervals are of the median, by
+Losses of `watching` and `captures` are scaled down from the shares of a processor that they measured to half of the
+default share of 1% each. The loss of the mode is their sum. Confidence intervals are of the median, by
 bootstrap over rounds. Writes `results/profile_continuous.md` and `.json`, and fails if a loss is surely over
 1%; below five rounds, nothing is sure.
 """
@@ -39,7 +39,7 @@ from serving.workload import Workload, prompts
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_core.abi.model_formats import open_for_generation
 from stack_profile import AnomalyConfig, Continuous, ContinuousConfig, Watch
-from stack_profile.captures.stacks import StackSampler
+from stack_profile.captures.stacks import STACKS_HZ, StackSampler
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 
@@ -53,6 +53,7 @@ WORKLOAD = Workload(layers=4, embed=256, heads=4, kv_heads=2, mlp=704, vocab=800
 SEQUENCES = 8
 CONTENDERS = ("off again", "samples", "watching", "captures")
 _SURE_ROUNDS = 5
+_TIMES_THE_SAMPLES = 10
 SHORT_S, LONG_S = 0.4, 1.5  # seconds of a block, the longer of `captures`
 
 
@@ -217,7 +218,7 @@ def _contender(
         with program.continuous(ring, WATCHING if name == "watching" else CAPTURES) as mode:
             yield (mode.step if isinstance(mode, Watch) else contextlib.nullcontext), lambda: mode.cost_s
     elif name == "samples":
-        sampler = StackSampler()
+        sampler = StackSampler(_TIMES_THE_SAMPLES * STACKS_HZ)
         sampler.start()
         try:
             yield contextlib.nullcontext, lambda: sampler.cpu_s
@@ -232,10 +233,11 @@ def _losses(rounds: Sequence[Mapping[str, Mapping[str, Pair]]]) -> list[dict[str
     found = []
     for unit in rounds[0]:
         pairs = {name: [each[unit][name] for each in rounds] for name in CONTENDERS}
-        scale = DEFAULTS.share / 2 / statistics.mean(pair.share for pair in pairs["captures"])
+        scales = {"off again": 1.0, "samples": 1 / _TIMES_THE_SAMPLES}
+        for name in ("watching", "captures"):
+            scales[name] = min(1.0, DEFAULTS.share / 2 / statistics.mean(pair.share for pair in pairs[name]))
         for kind in ("wall", "cpu"):
-            grown = {name: [getattr(pair, kind) for pair in pairs[name]] for name in CONTENDERS}
-            grown["captures"] = [each * scale for each in grown["captures"]]
+            grown = {name: [scales[name] * getattr(pair, kind) for pair in pairs[name]] for name in CONTENDERS}
             grown["continuous"] = [
                 watching + captures for watching, captures in zip(grown["watching"], grown["captures"], strict=True)
             ]

@@ -54,7 +54,7 @@ def capture(
       process: index of this process in the run, by default JAX's.
       host_tracer_level: 1 records operations and annotations, 2 adds events of JAX's runtime, 3 adds their details.
       stacks_hz: how often to sample the Python stacks of all threads, per second; 0 for no samples. The rate falls if
-        sampling would take over 0.5% of a processor.
+        a sample takes over 125 µs of a processor, 0.25% at the default rate.
       python_heap: whether memray tracks the allocations of Python code, which slows it.
 
     Raises:

@@ -1,10 +1,14 @@
 """Samples the Python stacks of all threads, and records garbage collections, while a capture runs.
 
-Another thread reads `sys._current_frames` some hundred times per second. Times are those of the host's events in the
+Another thread reads `sys._current_frames` at regular intervals. Times are those of the host's events in the
 trace: nanoseconds since the epoch.
 
-CPython does not report waits for the interpreter lock (GIL). The sampling thread measures its delays: each sample has
-the time from the thread's timer until it ran, and as a part of it the wait for a processor, which Linux counts.
+Code that holds the interpreter lock (GIL) is interrupted after Python's switch interval, by default 5 ms. Code that
+holds it for less seems to be where it releases the lock, for example in the following call of JAX. A shorter interval
+would show it, but an interval of 0.5 ms cost an engine that decodes on several threads 4% of its tokens/s.
+
+CPython does not report waits for the lock. The sampling thread measures its delays: each sample has the time from the
+thread's timer until it ran, and as a part of it the wait for a processor, which Linux counts.
 """
 
 import array
@@ -25,14 +29,11 @@ from stack_profile.errors import CaptureError
 
 __all__ = ["HIGHEST_HZ", "STACKS_HZ", "StackSampler"]
 
-STACKS_HZ: Final = 50.0
+STACKS_HZ: Final = 20.0
 HIGHEST_HZ: Final = 1000.0
-# Maximum share of one processor for sampling; with many threads or deep stacks, the interval grows instead.
-_MOST_SHARE: Final = 0.005
-# A thread that holds the interpreter lock yields it to the sampler after this time. With Python's 5 ms, short Python
-# code would seem to be where it next releases the lock, for example in the following call of JAX. With 0.5 ms, an
-# engine that decodes on several threads lost 4% of its tokens/s.
-_SWITCH_S: Final = 0.002
+# Processor time of a sample, 0.25% of a processor at the default rate. If samples take longer, because of many threads
+# or deep stacks, the interval grows. A sample stalls a program that uses all processors for several times as long.
+_MOST_SAMPLE_S: Final = 125e-6
 _DEEPEST: Final = 200  # frames of a stack; the outermost of deeper stacks are missing
 _MOST_RUNS: Final = 1_000_000
 _MOST_PAUSES: Final = 100_000
@@ -73,26 +74,22 @@ class StackSampler:
         # Five numbers for each collection: start, end, generation, collected objects, thread.
         self._pauses = array.array("q")
         self._collecting_ns = 0
-        self._switch_s: float | None = None  # the program's own interval, while sampling runs
+        self._is_running = False
 
     def start(self) -> None:
         self._ended.acquire()
         gc.callbacks.append(self._collected)
-        self._switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
+        self._is_running = True
         self._thread.start()
 
     def stop(self) -> None:
         """Ends sampling; later calls do nothing."""
-        switch_s, self._switch_s = self._switch_s, None
-        if switch_s is None:
+        if not self._is_running:
             return
+        self._is_running = False
         self._ended.release()
         if self._collected in gc.callbacks:
             gc.callbacks.remove(self._collected)
-        # Unless the program has set another interval meanwhile.
-        if sys.getswitchinterval() <= _SWITCH_S:
-            sys.setswitchinterval(switch_s)
 
     def content(self) -> bytes:
         """Returns the samples as compressed JSON, see `stack_profile.traces.host_stacks`; call it after `stop`."""
@@ -132,17 +129,19 @@ class StackSampler:
         sampler, interval_s, mean_s = threading.get_ident(), 1 / self._hz, 0.0
         open_runs: dict[int, int] = {}  # place of each thread's last run
         queued = _QueuedTime()
-        self._counts_queue = queued.is_known
+        self._counts_queue, queued_ns = queued.is_known, queued.ns()
         while True:
-            timeout_s, queued_ns, asked_ns = max(interval_s, mean_s / _MOST_SHARE), queued.ns(), time.perf_counter_ns()
+            timeout_s, asked_ns = interval_s * max(1.0, mean_s / _MOST_SAMPLE_S), time.perf_counter_ns()
             # `acquire` instead of an event's `wait`, which is written in Python.
             if self._ended.acquire(timeout=timeout_s):
                 break
-            late_ns = time.perf_counter_ns() - asked_ns - int(timeout_s * 1e9)
+            late_ns = max(time.perf_counter_ns() - asked_ns - int(timeout_s * 1e9), 0)
             if len(self._runs) < 4 * _MOST_RUNS:
-                self._late_ns.append(max(late_ns, 0))
-                self._queued_ns.append(queued.ns() - queued_ns)
                 self._tick(sampler, open_runs)
+                # Reading the file releases the interpreter lock, so it comes after the sample, once.
+                earlier_ns, queued_ns = queued_ns, queued.ns()
+                self._late_ns.append(late_ns)
+                self._queued_ns.append(queued_ns - earlier_ns)
             used_s = time.thread_time()
             mean_s += 0.1 * (used_s - self.cpu_s - mean_s)
             self.cpu_s = used_s

@@ -1,6 +1,6 @@
 """Measures what sampled Python stacks and the continuous mode take from a training run and from a served model.
 
-    nox -s bench -- profile_continuous                  # 60 rounds, 25 minutes
+    nox -s bench -- profile_continuous                  # 20 rounds, 10 minutes
     nox -s bench -- profile_continuous --rounds 2
 
 The training run does steps of 50 ms as fast as it can; the engine decodes 8 sequences at a time. A contender's block
@@ -9,14 +9,12 @@ that slowly changes. Blocks are short, so that many of them average what changes
 
 - `off again` is a third plain block: what chance makes.
 - `samples` has a sampler of Python stacks with ten times its default rate; a tenth of its loss is that of the default.
-- `watching` is the continuous mode between two captures of normal steps: it records for slow steps, without the
-  pauses that the default share of a processor would need.
-- `captures` is the mode with ten times the default share of a processor, as many captures as that permits.
+- `continuous` is the continuous mode with ten times its default share of a processor, a capture of normal steps every
+  three seconds, and recordings for slow steps in between. Its loss is scaled down from the share that it measured to
+  the default share of 0.5%.
 
-Losses of `watching` and `captures` are scaled down from the shares of a processor that they measured to half of the
-default share of 1% each. The loss of the mode is their sum. Confidence intervals are of the median, by
-bootstrap over rounds. Writes `results/profile_continuous.md` and `.json`, and fails if a loss is surely over
-1%; below five rounds, nothing is sure.
+Confidence intervals are of the median, by bootstrap over rounds. Writes `results/profile_continuous.md` and `.json`,
+and fails if a loss is surely over 1%; below five rounds, nothing is sure.
 """
 
 import argparse
@@ -45,25 +43,24 @@ from stack_serve.llm.engine import LLMEngine
 
 LIMIT_SHARE = 0.01
 DEFAULTS = ContinuousConfig()
-# A server is watched for slow steps after its first capture of normal steps, and after the pause for the cost of it.
-WATCHING = ContinuousConfig(every_s=3.0, share=0.1)
-WATCHING_AFTER_S = 4.4  # until the next capture there is time for a block
-CAPTURES = ContinuousConfig(every_s=0.5, share=0.1)
+# Captures and recordings for slow steps take turns after the first capture of normal steps.
+CONTINUOUS = ContinuousConfig(every_s=3.0, share=0.1)
+CONTINUOUS_AFTER_S = 4.4
 WORKLOAD = Workload(layers=4, embed=256, heads=4, kv_heads=2, mlp=704, vocab=8000, prompt_tokens=32, new_tokens=64)
 SEQUENCES = 8
-CONTENDERS = ("off again", "samples", "watching", "captures")
+CONTENDERS = ("off again", "samples", "continuous")
 _SURE_ROUNDS = 5
 _TIMES_THE_SAMPLES = 10
-SHORT_S, LONG_S = 0.4, 1.5  # seconds of a block, the longer of `captures`
+SHORT_S, LONG_S = 0.4, 1.5  # seconds of a plain block, the longer beside `continuous`
 
 
 @dataclass(frozen=True)
 class Block:
-    """Wall and processor seconds of a unit of work, and the mode's own share of a processor in the block."""
+    """Wall and processor seconds of a unit of work, and the contender's own share of a processor in the block."""
 
     wall_s: float
     cpu_s: float
-    share: float = 0.0
+    share: float
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Tokens:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60, help="of some 25 s each")
+    parser.add_argument("--rounds", type=int, default=20, help="of some 30 s each")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
@@ -146,7 +143,7 @@ def main() -> None:
         programs[1].close()
     record = {
         **circumstances(),
-        "settings": {"default": asdict(DEFAULTS), "watching": asdict(WATCHING), "captures": asdict(CAPTURES)},
+        "settings": {"default": asdict(DEFAULTS), "measured": asdict(CONTINUOUS)},
         "limit_share": LIMIT_SHARE,
         "rates": rates,
         "losses": _losses(rounds),
@@ -172,7 +169,7 @@ def _measured(
         for program in programs:
             pairs = {}
             for name in order.sample(CONTENDERS, len(CONTENDERS)):
-                units = _units(program, LONG_S if name == "captures" else SHORT_S)
+                units = _units(program, LONG_S if name == "continuous" else SHORT_S)
                 before = _block(program, "off", folder, units)
                 on = _block(program, name, folder / f"{program.unit}_{name}_{number}", 2 * units)
                 after = _block(program, "off", folder, units)
@@ -183,9 +180,9 @@ def _measured(
         measured.append(found)
     measured = measured[1:]  # the first round warms up
     for program in programs:
-        shares = [each[program.unit]["watching"].share for each in measured]
-        if statistics.median(shares) == 0:
-            raise SystemExit(f"watching {program.unit} recorded nothing: {shares}")
+        shares = [each[program.unit]["continuous"].share for each in measured]
+        if statistics.median(shares) < DEFAULTS.share:
+            raise SystemExit(f"the continuous mode of {program.unit} took less than its default share: {shares}")
     return {unit: statistics.median(rates[len(CONTENDERS) :]) for unit, rates in plain.items()}, measured
 
 
@@ -197,7 +194,7 @@ def _units(program: Steps | Tokens, seconds: float) -> int:
 
 def _block(program: Steps | Tokens, name: str, ring: Path, units: int) -> Block:
     with _contender(program, name, ring) as (step, cost_s):
-        until_s = time.perf_counter() + (WATCHING_AFTER_S if name == "watching" else 0)
+        until_s = time.perf_counter() + (CONTINUOUS_AFTER_S if name == "continuous" else 0)
         for _ in range(program.warm_units):
             program.work(step)
         while time.perf_counter() < until_s:
@@ -214,8 +211,8 @@ def _contender(
     program: Steps | Tokens, name: str, ring: Path
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], float]]]:
     """Yields the context of each step, and a function that returns the processor time of a contender so far."""
-    if name in ("watching", "captures"):
-        with program.continuous(ring, WATCHING if name == "watching" else CAPTURES) as mode:
+    if name == "continuous":
+        with program.continuous(ring, CONTINUOUS) as mode:
             yield (mode.step if isinstance(mode, Watch) else contextlib.nullcontext), lambda: mode.cost_s
     elif name == "samples":
         sampler = StackSampler(_TIMES_THE_SAMPLES * STACKS_HZ)
@@ -233,14 +230,10 @@ def _losses(rounds: Sequence[Mapping[str, Mapping[str, Pair]]]) -> list[dict[str
     found = []
     for unit in rounds[0]:
         pairs = {name: [each[unit][name] for each in rounds] for name in CONTENDERS}
-        scales = {"off again": 1.0, "samples": 1 / _TIMES_THE_SAMPLES}
-        for name in ("watching", "captures"):
-            scales[name] = min(1.0, DEFAULTS.share / 2 / statistics.mean(pair.share for pair in pairs[name]))
+        share = statistics.mean(pair.share for pair in pairs["continuous"])
+        scales = {"off again": 1.0, "samples": 1 / _TIMES_THE_SAMPLES, "continuous": DEFAULTS.share / share}
         for kind in ("wall", "cpu"):
             grown = {name: [scales[name] * getattr(pair, kind) for pair in pairs[name]] for name in CONTENDERS}
-            grown["continuous"] = [
-                watching + captures for watching, captures in zip(grown["watching"], grown["captures"], strict=True)
-            ]
             label = f"{unit}/s lost" if kind == "wall" else f"more CPU time per unit of {unit}"
             for name, shares in grown.items():
                 limited = kind == "wall" and name in ("samples", "continuous")

@@ -48,7 +48,7 @@ class ContinuousConfig:
     """
 
     ring_mb: Annotated[float, Field(gt=0)] = 256.0
-    share: Annotated[float, Field(gt=0, le=0.1)] = 0.01
+    share: Annotated[float, Field(gt=0, le=0.1)] = 0.005
     every_s: Annotated[float, Field(ge=0)] = 60.0
     stacks_hz: Annotated[float, Field(ge=0, le=HIGHEST_HZ)] = STACKS_HZ
 

@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--listen", action="store_true", help="capture only when `stack profile attach` asks for it")
     parser.add_argument(
-        "--continuous", action="store_true", help="keep a ring of captures on disk, at most 1%% of a processor"
+        "--continuous", action="store_true", help="keep a ring of captures on disk, at most 0.5%% of a processor"
     )
     parser.add_argument("--ring-mb", type=float, help="size of the ring of --continuous in MB (default: 256)")
     parser.add_argument("--every-s", type=float, help="least seconds between its captures (default: 60)")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stack_core.abi.config import config, parse
-from stack_core.abi.errors import PluginError
+from stack_core.abi.errors import ConfigError, PluginError
 from stack_core.abi.policy import PolicyBatches
 from stack_train.data.kinds.arrays import ArraysIterator
 from stack_train.data.kinds.text import language_model_shapes
@@ -38,6 +38,7 @@ class Echoes(PolicyBatches):
 
 
 DATA = Echoes()
+MODEL = {"name": "llama", "vocab_size": 8, "layers": 1, "embed": 8, "heads": 2, "mlp": 8}
 
 
 @config
@@ -57,8 +58,7 @@ class EchoData:
 
 
 def test_the_loop_hands_over_the_weights_after_each_step(tmp_path):
-    model = {"name": "llama", "vocab_size": 8, "layers": 1, "embed": 8, "heads": 2, "mlp": 8}
-    base = parse(RunConfig, {"output": str(tmp_path / "run"), "model": model, "run": {"steps": 3}})
+    base = parse(RunConfig, {"output": str(tmp_path / "run"), "model": MODEL, "run": {"steps": 3}})
     run = build(RunConfig(output=base.output, model=base.model, run=base.run, data=EchoData()))
     assert isinstance(run.data, PolicyBatches)
     start(run)
@@ -67,10 +67,16 @@ def test_the_loop_hands_over_the_weights_after_each_step(tmp_path):
     assert all(found.shape == (2, 8) and (found < 0).all() for found in DATA.scores)
 
 
+def test_a_ramp_of_its_batches_is_refused(tmp_path):
+    mapping = {"output": str(tmp_path / "run"), "model": MODEL, "run": {"ramp": [{"rows": 1, "steps": 2}]}}
+    base = parse(RunConfig, mapping)
+    with pytest.raises(ConfigError, match=r"data.name 'echoes' makes its batches with the policy. Leave run.ramp out"):
+        build(RunConfig(output=base.output, model=base.model, run=base.run, data=EchoData()))
+
+
 def test_data_of_another_class_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(EchoData, "build", lambda self, *, seed, model: object())
-    model = {"name": "llama", "vocab_size": 8, "layers": 1, "embed": 8, "heads": 2, "mlp": 8}
-    base = parse(RunConfig, {"output": str(tmp_path / "run"), "model": model, "run": {"steps": 3}})
+    base = parse(RunConfig, {"output": str(tmp_path / "run"), "model": MODEL, "run": {"steps": 3}})
     with pytest.raises(PluginError, match=r"data.name 'echoes' built a object; expected a stack_core.abi.data.Batches"):
         build(RunConfig(output=base.output, model=base.model, run=base.run, data=EchoData()))
     assert not (tmp_path / "run").exists()

@@ -134,12 +134,15 @@ def assert_like_the_whole_run(runner, output):
 
 
 def test_two_processes_train_what_one_trains(runner, monkeypatch):
-    small = ("--run.steps", "3", "--mesh.tensor", "1", "--data.validation_fraction", "0.0")
+    ramp = "[{rows: 4, steps: 2}]"
+    small = ("--run.steps", "3", "--mesh.tensor", "1", "--data.validation_fraction", "0.0", "--run.ramp", ramp)
     said = runner.run("two", *small, devices=1, ids=(0, 1), count=2)
     assert "step 3/3" in said[0] and "step" not in said[1]
     monkeypatch.setenv("XDG_CACHE_HOME", str(runner.root / "cache"))
     mapping = load_yaml(runner.config) | {"output": str(runner.root / "one"), "mesh": {}}
-    alone = parse(RunConfig, apply_overrides(mapping, ["run.steps=3", "data.validation_fraction=0.0"]))
+    alone = parse(
+        RunConfig, apply_overrides(mapping, ["run.steps=3", "data.validation_fraction=0.0", f"run.ramp={ramp}"])
+    )
     train(alone)
     np.testing.assert_allclose(list(runner.losses("two").values()), list(runner.losses("one").values()), rtol=1e-5)
 
@@ -149,7 +152,7 @@ def test_two_processes_train_what_one_trains(runner, monkeypatch):
         with CheckpointStore(runner.root / output / "checkpoints") as store:
             restored = store.restore(program.abstract_state)
             states.append(jax.tree.leaves(restored.state.params))
-            assert restored.data_state["batches"] == 3
+            assert restored.data_state["step"] == 3 and restored.data_state["batches"]["batches"] == 2
     for one, two in zip(*states, strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
 

@@ -141,6 +141,30 @@ def test_a_resumed_run_ends_bitwise_like_an_uninterrupted_one(config_of, tmp_pat
     assert [record["loss"] for record in records(whole)] == [record["loss"] for record in records(cut)]
 
 
+def test_smaller_batches_at_the_start_have_the_same_rows_and_resume_bitwise(config_of, tmp_path):
+    ramp = "run.ramp=[{rows: 1, steps: 4}]"
+    whole, cut = config_of(f"output={tmp_path / 'whole'}", ramp), config_of(f"output={tmp_path / 'cut'}", ramp)
+    summary = run.train(whole)
+    work = [round(record["tokens_per_s"] * record["duration_s"]) for record in records(whole)]
+    assert work == [16, 16, 16, 16, 64, 64]
+    state = CheckpointStore(tmp_path / "whole" / "checkpoints").restore(build_program(whole).abstract_state).data_state
+    assert state["batches"]["batches"] == 3 and state["step"] == 6
+    assert summary.work_per_s > 0
+
+    def stop_inside_of_a_batch(self, dispatched, original=run.TrainingLoop._finish):
+        original(self, dispatched)
+        if dispatched is not None and dispatched.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.TrainingLoop, "_finish", stop_inside_of_a_batch)
+        assert run.train(cut).step in (2, 3)
+    assert run.train(cut, resume=True).step == 6
+    assert_equal(final_state(whole), final_state(cut))
+    with pytest.raises(ConfigError, match=r"run\.ramp"):
+        run.train(config_of(f"output={tmp_path / 'cut'}", "run.steps=8"), resume=True)
+
+
 def test_a_run_ends_at_its_limit_of_time_and_resumes(config_of, tmp_path):
     config = config_of("run.minutes=1e-9", "checkpoint.every_steps=0")
     stopped = run.train(config)

@@ -8,6 +8,7 @@ from stack_core.abi.adapters import AdaptsModels
 from stack_core.abi.config import differences, dotted_keys, is_under, to_mapping, with_current_keys
 from stack_core.abi.errors import ConfigError, nearest
 from stack_core.abi.plugins import registries
+from stack_train.data.ramp import check_ramp
 from stack_train.data.settings import BPE, saved_addresses, source_addresses
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.objectives import as_objective, check_inputs
@@ -20,7 +21,7 @@ from stack_train.run.transforms import recipe_differences, transform_names
 __all__ = ["check", "check_sections", "fixed_differences"]
 
 # Keys that affect the trained parameters must not change on resume. The length, directory and outputs may.
-_FIXED = ("model", "data", "objective", "optimizer", "precision", "run.accumulation_steps", "run.seed")
+_FIXED = ("model", "data", "objective", "optimizer", "precision", "run.accumulation_steps", "run.ramp", "run.seed")
 _FREE = ("data.prefetch_batches", "model.remat", "model.unroll")
 
 
@@ -66,6 +67,7 @@ def check_sections(config: RunConfig) -> None:
             f"data.batch_size {batch_size} is not a multiple of run.accumulation_steps "
             f"{config.run.accumulation_steps}. Change one of them."
         )
+    check_ramp(config.run.ramp, batch_size)
 
 
 def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:

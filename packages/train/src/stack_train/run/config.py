@@ -23,6 +23,7 @@ from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.processes import ProcessesConfig
 from stack_train.checkpoint import CheckpointConfig
 from stack_train.data.kinds.text import TextData
+from stack_train.data.ramp import RampStage
 from stack_train.nn.schedules import ScheduleName
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig
@@ -56,6 +57,9 @@ class RunSettings:
       steps: total number of optimizer updates.
       accumulation_steps: number of microbatches per batch, whose gradients are accumulated before the update. It must
         divide the batch size; 1 computes the gradients of a batch in one pass.
+      ramp: stages of smaller batches at the start of the run, each with `rows` and `steps`. A batch of the data is
+        divided between several steps, so that each row is still trained on once. Batches have `data.batch_size` rows
+        after the last stage.
       evaluate_every_steps: number of steps between evaluations; 0 evaluates only after the last step.
       minutes: wall minutes after which the session saves its state and ends, as after SIGTERM; `--resume` continues the
         run. Compilation counts. None sets no limit.
@@ -69,6 +73,7 @@ class RunSettings:
 
     steps: PositiveInt = 1000
     accumulation_steps: PositiveInt = 1
+    ramp: tuple[RampStage, ...] = ()
     evaluate_every_steps: NonNegativeInt = 0
     minutes: PositiveFloat | None = None
     seed: NonNegativeInt = 0

@@ -121,7 +121,7 @@ class TrainingLoop:
     _last: Mapping[str, float] = field(default_factory=dict)
     _last_evaluation: Mapping[str, float] = field(default_factory=dict)
     _is_evaluation_cut: bool = False
-    _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+    _rates: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def run(self, state: TrainState, batches: Any, first_step: int, stop: StopRequest) -> RunSummary:
         """Trains from `first_step` to the config's last step, or to a stop request.
@@ -234,6 +234,12 @@ class TrainingLoop:
         arrays = dict(batch)
         row_ids = arrays.pop("row_ids", None)
         shapes = None if rows is None else self.of.config.batches.spec(self.of.config.model)
+        if rows is not None and shapes is not None and (parts := len(rows) // len(next(iter(arrays.values())))) > 1:
+            # A stage of `run.ramp`, whose batch has every `parts`-th row.
+            rows = np.unique(rows // parts)
+            shapes = {
+                name: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype) for name, x in shapes.items()
+            }
         return shard_batch(self.of.program, arrays, rows=rows, shapes=shapes), row_ids
 
     def _finish(self, dispatched: _Dispatched | None) -> None:
@@ -248,12 +254,13 @@ class TrainingLoop:
         if not skipped and not all(map(math.isfinite, _checked(metrics).values())):
             raise NonFiniteLoss(self._describe_non_finite(dispatched, metrics))
         self._last = metrics
-        self._durations_s.append(duration_s)
         ideal_step_s = None if self.ideal_step_s is None else self.ideal_step_s * dispatched.share_of_rows
         mfu = None if ideal_step_s is None else ideal_step_s / duration_s
         if mfu is not None and mfu > 1:  # a CPU's peak is measured; above 1, the CPU was busy then: unknown
             mfu = None
-        rate = self._work / duration_s
+        # Other data with batches of fewer rows packs the same work into them.
+        rate = self._work * (dispatched.share_of_rows if self.of.config.run.ramp else 1) / duration_s
+        self._rates.append(rate)
         self.bus.emit(StepFinished(dispatched.step, metrics, duration_s, rate, mfu, dispatched.data_wait_s))
 
     def _describe_non_finite(self, dispatched: _Dispatched, metrics: Mapping[str, float]) -> str:
@@ -353,7 +360,7 @@ class TrainingLoop:
 
     def _summary(self, step: int, validation_loss: float | None, stopped_by: str | None = None) -> RunSummary:
         # The median ignores the few steps that waited for a save.
-        rate = self._work / statistics.median(self._durations_s) if self._durations_s else None
+        rate = statistics.median(self._rates) if self._rates else None
         unit = self.of.config.batches.work()[0]
         return RunSummary(
             step,

@@ -218,11 +218,12 @@ def test_a_long_prompt_of_several_continuations_is_prefilled_once(checkpoint, mo
     engine.close()
 
 
-def test_what_the_device_raises_ends_its_requests_and_no_others(engine, monkeypatch):
+def test_what_the_device_raises_is_logged_and_ends_its_requests_and_no_others(engine, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_generate", lambda *args, **options: 1 / 0)
         ((update,),) = ask(engine, request("failing", PROMPTS[0]))
     assert update.finish_reason == "error" and update.error == "ZeroDivisionError: division by zero"
+    assert "A batch of 1 sequences failed" in caplog.text and "lambda *args, **options: 1 / 0" in caplog.text
     assert ask(engine, request("next", PROMPTS[0]))[0][0].finish_reason == "length"
 
 

@@ -1,5 +1,6 @@
 """The engine `static`: fixed-size batches over the dense cache, each decoded by a single jitted loop."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from stack_core.text.sources import check_continues
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
 
+_LOG = logging.getLogger(__name__)
 # Sizes in tokens. Small caches are cheap, and every size compiles one more program.
 _SMALLEST_PROMPT, _SMALLEST_CAPACITY = 4, 16
 # Shorter prompts cost less than the additional programs that sharing compiles.
@@ -329,6 +331,7 @@ class StaticEngine(Engine):
             count = min(each for each in self._prompt_counts(bucket) if each >= distinct)
             found = self._compute(batch, bucket, capacity, count)
         except Exception as error:  # A failure on the device ends only the requests of this batch.
+            _LOG.exception("A batch of %d sequences failed", len(batch))
             self._end_all(batch, "error", f"{type(error).__name__}: {error}")
             return
         for row, each in enumerate(batch):

@@ -1,11 +1,7 @@
-"""Run as a script: a run on rollouts without a model, which is killed at a named moment.
+"""A process of a run on rollouts without a model, which is killed at a named moment.
 
 Its "weights" are two numbers that each batch changes, bit for bit by what the batch holds; a scripted engine draws by
 them. It goes on from its newest checkpoint, and writes what each step used to `steps.json`.
-
-Arguments: the directory, the largest staleness, "module:Class.method:before|after:nth call" to die at, or "never", and
-how many rounds of groups may be drawn in place of flat ones, and into how many minibatches a batch is split, twice. A
-process of several also gets its number, their count and the coordinator's port.
 """
 
 import asyncio
@@ -14,23 +10,21 @@ import importlib
 import json
 import os
 import signal
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi.config import config
 from stack_core.abi.generation import GenerationUpdate, TokenLogprob
-from stack_core.runtime.processes import ProcessesConfig, join
+from stack_core.runtime.processes import join
 from stack_rl import rollouts
 from stack_rl.contracts import Observation, StepResult
 from stack_rl.objectives.presets import DrGRPOConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.scripted import Policy, ScriptedEngine
+from .scripted import Policy, ScriptedEngine
 
 STEPS, EVERY, KEPT = 8, 3, 2
 
@@ -151,15 +145,20 @@ class Training:
         unfinished.rename(directory / "checkpoints" / f"{step:08d}.json")
 
 
-def main():
-    directory, staleness, moment, refill_rounds = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    minibatches = int(sys.argv[5])
-    processes = join(ProcessesConfig())
-    if sys.argv[6:]:
-        place, count, port = map(int, sys.argv[6:])
-        processes = join(ProcessesConfig(count=count, id=place, coordinator=f"127.0.0.1:{port}"))
+def run(directory, staleness, moment, refill_rounds, minibatches, formation):
+    """Runs to the end, or until it dies.
+
+    Args:
+      directory: directory of the run.
+      staleness: maximum staleness.
+      moment: moment to die at, as "module:Class.method:before|after:nth call", or "never".
+      refill_rounds: maximum number of rounds of groups that replace flat ones.
+      minibatches: number of minibatches of a batch, which is used twice if there are several.
+      formation: config of this process among several.
+    """
+    processes = join(formation)
     if moment != "never":
-        die_at(moment if moment.startswith("stack_") else f"__main__:{moment}")
+        die_at(moment if moment.startswith("stack_") else f"{__name__}:{moment}")
     rollouts.registries = SimpleNamespace(engines={"static": Engine})
     sizes = {"groups": 2, "group_size": 2, "seq_tokens": 8}
     several = {"epochs": 2, "minibatches": minibatches, "target_kl": 5.0} if minibatches > 1 else {}
@@ -200,8 +199,7 @@ def main():
     data.close()
     if processes.first:
         (directory / "steps.json").write_text(json.dumps(steps))
-    processes.from_each("end", 0)  # the first hosts the coordinator
-
-
-if __name__ == "__main__":
-    main()
+    if processes.count > 1:
+        # Waits for the others, since the first hosts the coordinator. Children of `multiprocessing` run no handlers of
+        # `atexit`, such as JAX's.
+        jax.distributed.shutdown()

@@ -1,15 +1,19 @@
 """Runs on rollouts that are killed with -9: no trajectory is counted twice, and no prompt skipped."""
 
 import json
+import multiprocessing
 import signal
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-CHILD = Path(__file__).with_name("rollouts_child.py")
+from stack_core.runtime.processes import ProcessesConfig
+
+from .rollouts_child import run
+
+# Each process begins as a copy of one that has imported these modules, which takes most of the time of a short run.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["jax.numpy", "stack_rl.rollouts", "stack_rl.objectives.presets"])
 EARLY = (
     "stack_rl.rollout_journal:RolloutJournal.add:after:2",
     "Training.save:after:1",
@@ -36,27 +40,30 @@ def finished(directory, staleness, *moments, refill_rounds=0, minibatches=1, vic
 
     With `victims`, the run has two processes, of which the victim of each moment is killed, and then the other one.
     """
-    arguments = [str(refill_rounds), str(minibatches)]
+    count = 1 if victims is None else 2
 
     def start(moments):
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        places = [[]] if victims is None else [[str(place), "2", str(port)] for place in range(2)]
-        command = [sys.executable, "-W", "ignore", CHILD, directory, str(staleness)]
-        pairs = zip(moments, places, strict=True)
-        return [subprocess.Popen([*command, moment, *arguments, *place]) for moment, place in pairs]
+            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        children = []
+        for place, moment in enumerate(moments):
+            formation = ProcessesConfig(**{"count": 2, "id": place, "coordinator": coordinator} if count == 2 else {})
+            arguments = (directory, staleness, moment, refill_rounds, minibatches, formation)
+            children.append(PROCESSES.Process(target=run, args=arguments))
+            children[-1].start()
+        return children
 
-    count = 1 if victims is None else 2
     for moment, victim in zip(moments, victims or [0] * len(moments), strict=True):
         children = start([moment if place == victim else "never" for place in range(count)])
-        children[victim].wait(timeout=300)
+        children[victim].join(timeout=300)
         for child in children:
             child.kill()
-            child.wait()
-        assert children[victim].returncode == -signal.SIGKILL, f"it was not killed at {moment}"
+            child.join()
+        assert children[victim].exitcode == -signal.SIGKILL, f"it was not killed at {moment}"
         assert not (directory / "steps.json").exists()
     for child in start(["never"] * count):
-        assert child.wait(timeout=300) == 0
+        child.join(timeout=300)
+        assert child.exitcode == 0
     return json.loads((directory / "steps.json").read_text())
 
 

@@ -11,11 +11,14 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "plugins" / "kernel"
 CALL = """
 import jax, jax.numpy as jnp
 from stack_core import ops
+from stack_core.abi.plugins import plugins
 x, scale = jax.random.normal(jax.random.key(0), (67, 96)), jnp.linspace(0.5, 2, 96)
 expected = ops.norm(x, scale, implementation="reference")
 assert jnp.allclose(ops.norm(x, scale, implementation="acme_rows"), expected, rtol=1e-5)
 assert "pallas_call" in str(jax.make_jaxpr(lambda x: ops.norm(x, scale, implementation="acme_rows"))(x))
 assert "pallas_call" not in str(jax.make_jaxpr(lambda x: ops.norm(x, scale))(x)), "its priority is negative"
+(registered,) = (each.registered for each in plugins.reports() if each.distribution == "acme-rows")
+assert registered == {"ops": ("norm/acme_rows",)}, registered
 """
 TUNED = """
 import jax, jax.numpy as jnp
@@ -68,28 +71,22 @@ def test_the_example_compiles_for_one_tpu_and_for_four(environment):
 
 
 def test_a_kernel_of_a_user_gets_all_that_our_own_get(environment, tmp_path):
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    (tmp_path / "tuned.py").write_text(TUNED)
+    tables, results = tmp_path / "tables", tmp_path / "results.json"
+    tune = ["tune", f"{tmp_path / 'tuned.py'}:normed", "--tables", str(tables), "--budget-s", "120"]
+    chosen = ["--ops", "norm", "--implementations", "acme_rows", "--dtypes", "float32", "--rounds", "2"]
     with environment.installed(EXAMPLE):
-        assert environment.plugins()["acme-rows"]["registered"] == {"ops": ["norm/acme_rows"]}
-        environment.run("-c", CALL)
-        _meets_the_contract(environment, tmp_path)
-        _is_tuned(environment, tmp_path, cache)
-        _is_benchmarked(environment, tmp_path, cache)
-    removed = environment.stack("bench", "ops", "--implementations", "acme_rows", check=False, **cache)
-    assert removed.returncode == 2
-    assert "Unknown name 'acme_rows' among implementations" in removed.stderr
+        passed = environment.check_contract(EXAMPLE, "-k", "float32 or shard_map", code=CALL)
+        tuned, measured = environment.stack_each(
+            tune, ["bench", "ops", *chosen, "--json", str(results)], XDG_CACHE_HOME=str(tmp_path / "cache")
+        )
+    assert re.search(r"^\d+ passed, \d+ skipped", passed, re.MULTILINE), passed
+    assert tuned.returncode == 0, tuned.stderr
+    _check_table(tables)
+    _check_benchmark(json.loads(results.read_text())["rows"], measured.stdout)
 
 
-def _meets_the_contract(environment, folder):
-    suite = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", "-c", "/dev/null"]
-    passed = environment.run(*suite, str(EXAMPLE / "test_contract.py"))
-    assert re.search(r"^25 passed, \d+ skipped", passed.stdout, re.MULTILINE), passed.stdout
-
-
-def _is_tuned(environment, folder, cache):
-    (folder / "tuned.py").write_text(TUNED)
-    tables = folder / "tables"
-    environment.stack("tune", f"{folder / 'tuned.py'}:normed", "--tables", str(tables), "--budget-s", "120", **cache)
+def _check_table(tables):
     (table,) = tables.iterdir()
     (case,) = json.loads(table.read_text())["cases"]
     measured = [each["config"] for each in case["measurements"] if each["implementation"] == "acme_rows"]
@@ -97,13 +94,9 @@ def _is_tuned(environment, folder, cache):
     assert {each["outcome"] for each in case["measurements"]} == {"measured"}
 
 
-def _is_benchmarked(environment, folder, cache):
-    results = folder / "results.json"
-    arguments = ["--ops", "norm", "--implementations", "acme_rows", "--dtypes", "float32", "--rounds", "2"]
-    done = environment.stack("bench", "ops", *arguments, "--json", str(results), **cache)
-    rows = json.loads(results.read_text())["rows"]
+def _check_benchmark(rows, printed):
     assert [(row["case"], row["direction"]) for row in rows] == [("rms", "forward"), ("rms", "gradient")]
     assert rows[0]["ran"] == "acme_rows Tile(rows=32)"
     assert rows[1]["ran"] == "acme_rows Tile(rows=32)"
-    assert "left out: norm 66m rms, residual float32 forward acme_rows" in done.stdout
-    assert "computes only rms norms of the last axis, from x and scale" in done.stdout
+    assert "left out: norm 66m rms, residual float32 forward acme_rows" in printed
+    assert "computes only rms norms of the last axis, from x and scale" in printed

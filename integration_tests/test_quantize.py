@@ -31,6 +31,8 @@ from stack_train.run.config import run_config
 from stack_train.variables.trained_model import RUN_FORMAT
 from stack_train.variables.weights import read_model, read_params
 
+from .generation import Reference
+
 # The default sessions compile without LLVM's optimizations, by which two programs differ in more last bits.
 AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 CONFIG = {
@@ -61,6 +63,7 @@ MIXED = [
     {"path": "up", "weights": "mxfp8"},
     {"path": "down", "weights": "int5"},
 ]
+INPUTS = ("tokens", "positions", "segment_ids")
 TOKENS = jnp.arange(24).reshape(2, 12) * 11
 POSITIONS = jnp.tile(jnp.arange(12), (2, 1))
 
@@ -123,10 +126,10 @@ def model_of(run):
     return read_model(run, run_config(run))[0]
 
 
-def logits_of(model):
+def logits_of(model, compiler_options=None):
     graph, state = nnx.split(model)
 
-    @partial(jax.jit, compiler_options=AS_USERS_COMPILE)
+    @partial(jax.jit, compiler_options=compiler_options)
     def logits(state):
         merged = nnx.merge(graph, state)
         return merged.logits(merged(TOKENS, POSITIONS).hidden)
@@ -163,9 +166,9 @@ def test_activations_are_rounded_in_a_loaded_model_as_in_one_that_was_never_save
     original = model_of(folder / "run")
     sample = {"tokens": TOKENS, "positions": POSITIONS}
     rules = load_recipe(recipe(folder, W8A8))
-    expected = logits_of(quantize_model(original, rules, sample))
-    np.testing.assert_array_equal(logits_of(model_of(quantized(W8A8))), expected)
-    reference = logits_of(quantize_model(original, rules, sample, method="qat"))
+    models = (quantize_model(original, rules, sample, method=method) for method in ("ptq", "qat"))
+    expected, reference = (logits_of(model, AS_USERS_COMPILE) for model in models)
+    np.testing.assert_array_equal(logits_of(model_of(quantized(W8A8)), AS_USERS_COMPILE), expected)
     assert_equal_but_for_rounding(expected, reference)
 
 
@@ -217,12 +220,8 @@ def test_a_quantized_model_generates(quantized, capsys):
     main(["generate", str(run), "--prompt", "alpha beta", "--max-tokens", "4", "--temperature", "0", "--json"])
     result = json.loads(capsys.readouterr().out)
     prompt = HuggingFaceTokenizer.load(run / "tokenizer").encode("alpha beta")
-    model = model_of(run)
-    expected = list(prompt)
-    for _ in range(4):
-        hidden = model(jnp.array([expected]), jnp.arange(len(expected))[None]).hidden
-        expected.append(int(jnp.argmax(model.logits(hidden[0, -1]))))
-    assert result["tokens"] == expected[len(prompt) :]
+    assert len(result["tokens"]) == 4
+    Reference(RUN_FORMAT.open_for_generation(run)).assert_most_likely(prompt, result["tokens"])
 
 
 def test_training_starts_from_what_quantized_parameters_stand_for(folder, quantized):
@@ -255,7 +254,6 @@ def test_a_recipe_that_is_trained_by_is_what_the_run_is_quantized_by(folder, cap
     resolved = yaml.safe_load((folder / "aware" / "config.yaml").read_text())["quant"]
     assert resolved["method"] == "qat" and all(isinstance(rule, dict) for rule in resolved["rules"])
     assert {rule["weights"] for rule in resolved["rules"]} >= {"int4"}
-    main(["generate", str(folder / "aware"), "--prompt", "alpha", "--max-tokens", "2"])
     capsys.readouterr()
     main(["quantize", str(folder / "aware"), "--out", str(folder / "aware-quantized"), "--json"])
     assert json.loads(capsys.readouterr().out)["loss_after"] > 0
@@ -386,14 +384,14 @@ def test_static_ranges_are_measured_on_the_runs_data_and_kept_with_the_model(fol
     assert ranges["lm_head"].shape == (1,) and ranges["blocks/0/0/feed_forward/down/kernel"].shape == (1, 1)
     assert sum(name.endswith(("/query", "/key", "/value")) for name in ranges) == 3
     batches = [jax.tree.map(jnp.asarray, dict(batch)) for batch in islice(original.training_batches(), 16)]
-    hidden = [original.model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden for batch in batches]
+    hidden = jax.jit(lambda batch: original.model(*(batch[name] for name in INPUTS)).hidden)
     weights = [0.9 ** (15 - place) for place in range(16)]
-    largest = np.average([float(jnp.abs(states).max()) for states in hidden], weights=weights)
+    largest = np.average([float(jnp.abs(hidden(batch)).max()) for batch in batches], weights=weights)
     assert float(ranges["lm_head"][0]) == pytest.approx(largest, rel=1e-4)
     sample = {"tokens": TOKENS, "positions": POSITIONS}
     stream = original.training_batches()
     expected = quantize_model(original.model, load_recipe(recipe(folder, STATIC)), sample, stream=stream)
-    np.testing.assert_array_equal(logits_of(model), logits_of(expected))
+    np.testing.assert_array_equal(logits_of(model, AS_USERS_COMPILE), logits_of(expected, AS_USERS_COMPILE))
     capsys.readouterr()
     main(["generate", str(run), "--prompt", "alpha beta", "--max-tokens", "3", "--temperature", "0", "--json"])
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3

@@ -82,4 +82,4 @@ def test_stages_that_do_not_divide_batches_are_refused(ramped):
             check_ramp([stage], 12)
     assert list(ramped().split_rows(3)) == [3, 6]
     with pytest.raises(ConfigError, match=r"run\.ramp\[0\]\.rows is 3, .* into 2 equal parts. Give a multiple of 2"):
-        ramped().split_rows(2)
+        check_ramp(STAGES, ROWS, 2)

@@ -34,8 +34,17 @@ class RampStage:
     steps: PositiveInt
 
 
-def check_ramp(stages: Sequence[RampStage], batch_size: int) -> None:
-    """Raises a ConfigError if the stages of `run.ramp` do not divide batches of the data into whole smaller ones."""
+def check_ramp(stages: Sequence[RampStage], batch_size: int, parts: int = 1) -> None:
+    """Checks that the stages of `run.ramp` divide batches of the data into whole smaller ones.
+
+    Args:
+      stages: the stages.
+      batch_size: rows of a batch of the data, over all processes.
+      parts: number of equal parts into which devices and microbatches split each batch.
+
+    Raises:
+      ConfigError: they do not; names the key and a remedy.
+    """
     for number, stage in enumerate(stages):
         where = f"run.ramp[{number}]"
         if stage.rows >= batch_size or batch_size % stage.rows:
@@ -43,12 +52,17 @@ def check_ramp(stages: Sequence[RampStage], batch_size: int) -> None:
                 f"{where}.rows is {stage.rows}, and data.batch_size is {batch_size}. Give a smaller number that "
                 "divides it."
             )
-        parts = batch_size // stage.rows
-        if stage.steps % parts:
-            before = stage.steps // parts * parts
-            choices = [str(steps) for steps in (before, before + parts) if steps]
+        if stage.rows % parts:
             raise ConfigError(
-                f"{where}.steps is {stage.steps}, which ends inside a batch of the data: {parts} steps of {stage.rows} "
+                f"{where}.rows is {stage.rows}, and devices and microbatches split each batch into {parts} equal "
+                f"parts. Give a multiple of {parts}, or change mesh or run.accumulation_steps."
+            )
+        share = batch_size // stage.rows
+        if stage.steps % share:
+            before = stage.steps // share * share
+            choices = [str(steps) for steps in (before, before + share) if steps]
+            raise ConfigError(
+                f"{where}.steps is {stage.steps}, which ends inside a batch of the data: {share} steps of {stage.rows} "
                 f"rows take one of {batch_size}. Give {' or '.join(choices)} steps."
             )
 
@@ -56,9 +70,23 @@ def check_ramp(stages: Sequence[RampStage], batch_size: int) -> None:
 class RampedBatches(Batches):
     """Data whose training batches have the rows of the stages, then those of the data."""
 
-    def __init__(self, data: Batches, stages: Sequence[RampStage], batch_size: int) -> None:
+    def __init__(
+        self,
+        data: Batches,
+        stages: Sequence[RampStage],
+        batch_size: int,
+        rows: Int64[np.ndarray, " own"] | None = None,
+    ) -> None:
+        """Wraps data.
+
+        Args:
+          data: the data.
+          stages: stages that `check_ramp` accepts.
+          batch_size: rows of a batch of the data, over all processes.
+          rows: their places that the arrays of `data` hold; None for all.
+        """
         self._data, self._stages, self._batch_size = data, stages, batch_size
-        self._rows: Int64[np.ndarray, " own"] = np.arange(batch_size)  # that the arrays of a batch have
+        self._rows = np.arange(batch_size) if rows is None else rows
 
     def train_iterator(self) -> BatchIterator:
         batches = self._data.train_iterator()
@@ -66,21 +94,11 @@ class RampedBatches(Batches):
         return kind(batches, [(stage.steps, self._batch_size // stage.rows) for stage in self._stages], self._rows)
 
     def split_rows(self, parts: int) -> Sequence[int]:
-        for number, stage in enumerate(self._stages):
-            if stage.rows % parts:
-                raise ConfigError(
-                    f"run.ramp[{number}].rows is {stage.rows}, and devices and microbatches split each batch into "
-                    f"{parts} equal parts. Give a multiple of {parts}, or change mesh or run.accumulation_steps."
-                )
         return sorted({*self._data.split_rows(parts), *(stage.rows for stage in self._stages)})
 
     def with_rows(self, rows: Int64[np.ndarray, " own"]) -> "RampedBatches | None":
         of_process = self._data.with_rows(rows)
-        if of_process is None:
-            return None
-        ramped = RampedBatches(of_process, self._stages, self._batch_size)
-        ramped._rows = rows
-        return ramped
+        return None if of_process is None else RampedBatches(of_process, self._stages, self._batch_size, rows)
 
     def validation_batches(self) -> Iterator[Batch]:
         return self._data.validation_batches()

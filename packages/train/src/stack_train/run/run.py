@@ -17,7 +17,7 @@ from stack_core.abi.policy import PolicyBatches
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.processes import ALONE, Processes, join
 from stack_train.data.abilities import BuildsAtOnce
-from stack_train.data.ramp import RampedBatches
+from stack_train.data.ramp import RampedBatches, check_ramp
 from stack_train.run.checks import check
 from stack_train.run.config import RunConfig, batches_of
 from stack_train.run.memory import check_state
@@ -72,7 +72,7 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
             f"data.name {config.data.name!r} built a {type(data).__name__}; expected a stack_core.abi.data.Batches."
         )
     if config.run.ramp:
-        data = _ramped(config, data)
+        data = _ramped(config, data, program.batch_parts)
     if processes.count > 1:
         local = local_rows(program, config.batches.spec(config.model))
         if (of_process := data.with_rows(local)) is not None:
@@ -93,13 +93,14 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
     )
 
 
-def _ramped(config: RunConfig, data: Batches) -> Batches:
+def _ramped(config: RunConfig, data: Batches, parts: int) -> Batches:
     if isinstance(data, PolicyBatches):
         raise ConfigError(
             f"run.ramp divides batches of stored data, and data.name {config.data.name!r} makes its batches with the "
             "policy. Leave run.ramp out."
         )
     batch_size = next(iter(config.batches.spec(config.model).values())).shape[0]
+    check_ramp(config.run.ramp, batch_size, parts)
     return RampedBatches(data, config.run.ramp, batch_size)
 
 

@@ -91,7 +91,7 @@ def test_quantized_matrices_are_read_as_the_format_dequantizes_them(tmp_path, st
     assert size < 30_000 + sum(value.size for value in before.values()) * bits / 8 * 1.1
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_matrices_get_the_types_of_llama_cpp(tmp_path, tied):
     def types_of(stored):
         path = tmp_path / f"{stored}.gguf"
@@ -124,7 +124,7 @@ def write_imatrix(path, means, *, count=8):
     writer.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "mixtral"])
 def test_importance_of_ours_and_of_llama_cpp_gives_the_same_file(tmp_path, family):
     make_run(tmp_path / "run", family, **({"experts": 4} if family == "mixtral" else {}))
     random = np.random.default_rng(0)
@@ -210,7 +210,7 @@ def wanted_values(path):
     return {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in gguf.GGUFReader(path).tensors}
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "TQ1_0"])
+@pytest.mark.parametrize("kind", ["Q4_K", pytest.param("Q6_K", marks=pytest.mark.slow), "TQ1_0"])
 def test_types_that_llama_cpp_writes_are_imported(tmp_path, plain, kind):
     """Blocks of random bytes are as good as any: each stands for numbers."""
     rewrite(plain, tmp_path / "model.gguf", lambda name: kind)
@@ -246,7 +246,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["mixed", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("kind", ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q4_1", "Q6_K"))])
 def test_a_model_opened_for_generation_stays_quantized(tmp_path, plain, kind):
     """The logits equal those of the float32 weights, with all types in one model, too."""
 

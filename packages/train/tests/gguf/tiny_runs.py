@@ -14,6 +14,8 @@ from stack_train.checkpoint import CheckpointStore
 from stack_train.run.config import RunConfig
 from stack_train.variables.model_variables import values_of
 
+from ..random_models import draw_model
+
 TEXT = ["the cat sat on the mat", "a dog and a cat", "it's 1234 o'clock, isn't it?  yes", "naïve café"] * 4
 VOCAB = 320
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
@@ -25,7 +27,6 @@ SIZES = {
     "kv_heads": 2,
     "mlp": 96,
     "max_positions": 128,
-    "initializer_std": 0.2,
     "dtype": "float32",
     "param_dtype": "float32",
 }
@@ -54,13 +55,8 @@ def make_run(run: Path, family: str = "llama", **fields) -> RunConfig:
     """A run whose only checkpoint has random weights, biases and norms among them."""
     model = {"name": family, **SIZES, **fields}
     config = parse(RunConfig, {"output": str(run), "model": model, "data": {"tokenizer": str(run / "tokenizer")}})
-    built = registries.models[family].build(config.model, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-    values = {}
-    for path, value in values_of(built).items():
-        array = np.asarray(value)
-        vector = path[-1] == "bias" or "norm" in str(path[-1])
-        values["/".join(map(str, path))] = array + rng.normal(0, 0.1, array.shape).astype(np.float32) * vector
+    drawn = draw_model(lambda: registries.models[family].build(config.model, key=jax.random.key(0)))
+    values = {"/".join(map(str, path)): np.asarray(value) for path, value in values_of(drawn).items()}
     paths = RunDirectory(run)
     write_tokenizer(paths.tokenizer)
     with CheckpointStore(paths.checkpoints) as store:

@@ -37,6 +37,7 @@ def entries(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize(
     ("files", "config"),

@@ -22,7 +22,7 @@ from stack_train.models.family import DecoderFamily
 from stack_train.run.config import run_config
 from stack_train.run.model import abstract_params
 
-from .published import FOLDER, published_config, small_checkpoint, small_config
+from .published import FOLDER, published_config, small_checkpoint, small_config, tensor_shapes
 
 PARAMETERS = {
     "SmolLM2-135M-Instruct": ("llama", 134_515_008),
@@ -69,6 +69,8 @@ LARGER = "Mistral-Small-3.1-24B-Instruct-2503"
 UNPUBLISHED = {"bamba", "gemma4", "granite_moe_hybrid", "llama4", "ministral3", "pixtral", "qwen3_5", "qwen3_5_moe"}
 UNPUBLISHED |= {"qwen3_vl_moe", "roberta", "xlm_roberta", "mt5", "umt5"}
 """Families whose published files are not here; `integration_tests/parity` reads what transformers writes."""
+COPIES = re.compile(r"layers\.\d+\.(embed_tokens|shared_head\.head)\.")
+"""Tensors of a layer of multi-token prediction that repeat the embedding and the head."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -91,9 +93,48 @@ def loaded(directory):
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.filterwarnings("ignore:.*which are not applied")
 # A checkpoint of each layout; the others differ from these in their config alone.
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if not name.startswith(("unsloth", "Llama"))])
+LAYOUTS = [name for name in PARAMETERS if not name.startswith(("unsloth", "Llama"))]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_tensors_of_a_family_have_the_published_names_and_shapes(name):
+    family, config = registries.models[PARAMETERS[name][0]], small_config(name)
+    config.pop(QUANTIZATION, None)
+    model = read_config(family, config)
+    leaves = named_leaves(abstract_params(model))
+    rules = family.weight_rules(model)
+    found = [rule.tensor_shapes(leaves[rule.parameter].shape) for rule in rules]
+    expected = tensor_shapes(name, config)
+    if family.name == "modernbert":
+        expected = {tensor.removeprefix("model."): shape for tensor, shape in expected.items()}
+    if name == "Qwen3-0.6B":
+        del expected["lm_head.weight"]  # a copy of the embedding
+    assert {tensor: shape for shapes in found for tensor, shape in shapes.items()} == {
+        tensor: shape for tensor, shape in expected.items() if not COPIES.search(tensor)
+    }
+
+
+# Each mechanism: a repeated head, joined and fused tensors, experts in either order and in codes, latent attention,
+# layers of several kinds, multi-token prediction, towers, encoders and encoder-decoders.
+ROUND_TRIPS = (
+    "Qwen3-0.6B",
+    "Phi-3-mini-4k-instruct",
+    "Mixtral-8x7B-Instruct-v0.1",
+    "gpt-oss-20b",
+    "DeepSeek-V3",
+    "Qwen3-Next-80B-A3B-Instruct",
+    "Mistral-Small-3.1-24B-Instruct-2503",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "ModernBERT-base",
+    "t5-small",
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*which are not applied")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ROUND_TRIPS else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_a_published_checkpoint_opens_and_comes_back(name, tmp_path):
     tensors = small_checkpoint(name, tmp_path / "hf")
     result = FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
@@ -112,7 +153,7 @@ def test_a_published_checkpoint_opens_and_comes_back(name, tmp_path):
     assert config.items() <= back.items()
     found = loaded(tmp_path / "back")
     copies = {"lm_head.weight"} if back.get("tie_word_embeddings") else set()
-    copies |= {each for each in tensors if re.search(r"layers\.\d+\.(embed_tokens|shared_head\.head)\.", each)}
+    copies |= {each for each in tensors if COPIES.search(each)}
     assert found.keys() == tensors.keys() - copies
     for each, tensor in found.items():
         np.testing.assert_array_equal(tensor.view(np.uint8), tensors[each].view(np.uint8), err_msg=each)

@@ -171,7 +171,7 @@ def test_programs_that_continue_prompts_refuse_it(tmp_path):
 
 
 @pytest.mark.parametrize("meshes", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=["one", "all"])
-def test_meshes_train_as_one_device_does(meshes):
+def test_meshes_have_the_gradients_of_one_device(meshes):
     script = Path(__file__).with_name("encoder_decoder_on_eight_devices.py")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     command = [sys.executable, "-W", "error", str(script), *meshes]

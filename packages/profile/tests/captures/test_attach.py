@@ -35,6 +35,7 @@ print(listener.address.pid, flush=True)
 end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
     x = step(x).block_until_ready()
+    time.sleep(0.002)  # leaves the processor to the test
 """
 
 
@@ -72,15 +73,26 @@ def listener():
 
 
 def test_processes_are_captured_together_and_read_as_one_trace(tmp_path, capsys, start):
-    pids = [start(60).pid, start(60).pid]
+    run = tmp_path / "run"
+    in_run = PROGRAM.replace("listen()", f"listen(run=__import__('pathlib').Path({str(run)!r}))")
+    pids = [start(300).pid, start(300, in_run).pid]
     main(["profile", "attach", "--json"])
     assert sorted(each["pid"] for each in json.loads(capsys.readouterr().out)) == sorted(pids)
-    main(["profile", "attach", *map(str, pids), "--duration-s", "0.5", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main(["profile", "attach", str(tmp_path)])
+    assert f"{pids[0]} (" in capsys.readouterr().err, "the message lists what listens"
+    main(["profile", "attach", *map(str, pids), "--duration-s", "0.5", "--out", str(tmp_path / "out")])
     paths = capsys.readouterr().out.split()
     assert [path.endswith(f"_{pid}.xplane.pb") for path, pid in zip(paths, pids, strict=True)] == [True, True]
-    trace = load_trace(tmp_path)
+    trace = load_trace(tmp_path / "out")
     assert len(trace.devices) == 2 and not trace.problems
     assert all(len(trace.steps[ops.device]) >= 2 for ops in trace.devices)
+    # The directory of a run stands for all of its processes.
+    jnp.ones(3).block_until_ready()
+    with stack_profile.listen(run=run):
+        main(["profile", "attach", str(run), "--duration-s", "0.1", "--out", str(tmp_path / "of_run")])
+    found = [load_trace(path).about["pid"] for path in map(Path, capsys.readouterr().out.split())]
+    assert sorted(found) == sorted([os.getpid(), pids[1]])
 
 
 SCRIPT = """
@@ -109,7 +121,7 @@ def test_a_script_that_knows_nothing_of_it_listens(tmp_path):
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_server_is_found_by_its_address_and_a_run_by_its_directory(tmp_path, capsys, start):
+def test_a_server_is_found_by_its_address_and_a_run_by_its_directory(tmp_path, capsys):
     jnp.ones(3).block_until_ready()
     with socket.create_server(("127.0.0.1", 0)) as server, stack_profile.listen(run=tmp_path / "run") as run:
         port = server.getsockname()[1]
@@ -118,22 +130,9 @@ def test_a_server_is_found_by_its_address_and_a_run_by_its_directory(tmp_path, c
         assert find_processes(str(tmp_path / "missing" / ".." / "run")) == [run.address]
         main(["profile", "attach", str(tmp_path / "run"), "--duration-s", "0.1", "--out", str(tmp_path / "out")])
         assert load_trace(capsys.readouterr().out.strip()).about["pid"] == os.getpid()
-        other = start(60)
-        with pytest.raises(SystemExit):
-            main(["profile", "attach", str(tmp_path)])
-        assert f"{other.pid} (" in capsys.readouterr().err, "the message lists what listens"
     for wrong in (f"127.0.0.1:{port}", f"other.host:{port}", "nobody"):
         with pytest.raises(CaptureError, match="nor the directory of such a run"):
             find_processes(wrong)
-
-
-def test_all_processes_of_a_run_are_captured(tmp_path, capsys, start):
-    jnp.ones(3).block_until_ready()
-    other = start(60, PROGRAM.replace("listen()", f"listen(run=__import__('pathlib').Path({str(tmp_path)!r}))"))
-    with stack_profile.listen(run=tmp_path):
-        main(["profile", "attach", str(tmp_path), "--duration-s", "0.1", "--out", str(tmp_path / "out")])
-    pids = [load_trace(path).about["pid"] for path in map(Path, capsys.readouterr().out.split())]
-    assert sorted(pids) == sorted([os.getpid(), other.pid])
 
 
 def test_a_program_that_ends_leaves_what_was_captured_and_says_that_it_is_partial(tmp_path, start):

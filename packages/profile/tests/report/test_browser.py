@@ -21,14 +21,16 @@ ROWS = (Row("b", 0.002), Row("c", None), Row("a", 0.03), Row("d<script>document.
 COLUMN = "[...document.querySelectorAll('#some tbody tr')].map(row => row.cells[0].textContent[0]).join('')"
 
 
-@pytest.fixture
-def report(trace, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def report(trace, tmp_path_factory):
     """A page of all analyses and of one whose rows are known."""
     entries = {entry.name: entry for entry in registries.analyses.entries()}
     entries["some"] = Entry("some", lambda trace: Answer("some", {}, Row, ROWS), "acme")
-    monkeypatch.setattr(registries, "analyses", Registry("analyses", lambda: (entries, {})), raising=False)
-    write([page(trace, list(sections(trace)))], tmp_path / "report.html")
-    return tmp_path / "report.html"
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registries, "analyses", Registry("analyses", lambda: (entries, {})), raising=False)
+        write([page(trace, list(sections(trace)))], path)
+    return path
 
 
 def test_nothing_is_loaded_and_nothing_complains(browser, report):

@@ -65,6 +65,16 @@ def looped(tmp_path_factory):
     return load_trace(folder)
 
 
+@pytest.fixture(scope="module")
+def tpu_report(tpu_trace, tmp_path_factory):
+    return written(tpu_trace, tmp_path_factory.mktemp("tpu_report"))
+
+
+@pytest.fixture(scope="module")
+def looped_report(looped, tmp_path_factory):
+    return written(looped, tmp_path_factory.mktemp("looped_report"))
+
+
 def test_the_roofline_has_the_numbers_of_the_analysis(browser, report, trace):
     browser.open(report, "#tab=roofline")
     answer = roofline(trace)
@@ -142,8 +152,8 @@ def test_the_history_of_an_allocator_is_drawn_for_its_device_and_time(browser, b
 
 
 @pytest.mark.parametrize("by", ["op", "kind", "axis", "line", "layer"])
-def test_communication_has_the_numbers_of_the_analysis(browser, tpu_trace, tmp_path, by):
-    browser.open(written(tpu_trace, tmp_path), f"#tab=communication&collectives={by}")
+def test_communication_has_the_numbers_of_the_analysis(browser, tpu_trace, tpu_report, by):
+    browser.open(tpu_report, f"#tab=communication&collectives={by}")
     short, answer = short_paths(tpu_trace).text, communication(tpu_trace, by=by)
     expected = {short(row.name) or "(none)": row for row in answer.rows}
     titles = {
@@ -161,20 +171,19 @@ def test_communication_has_the_numbers_of_the_analysis(browser, tpu_trace, tmp_p
     assert browser.complaints == []
 
 
-def test_communication_of_one_device_and_step_is_a_part(browser, tpu_trace, tmp_path):
-    path = written(tpu_trace, tmp_path)
-    browser.open(path, "#tab=communication&device=TPU%3A0")
+def test_communication_of_one_device_and_step_is_a_part(browser, tpu_trace, tpu_report):
+    browser.open(tpu_report, "#tab=communication&device=TPU%3A0")
     expected = {row.name: row.wait_s for row in communication(tpu_trace, device="TPU:0").rows}
     assert {row["name"]: row["wait"] for row in browser.rows()} == pytest.approx(expected)
-    browser.open(path, "#tab=communication&device=TPU%3A0&step=1")
+    browser.open(tpu_report, "#tab=communication&device=TPU%3A0&step=1")
     assert {row["occurrences"] for row in browser.rows()} == {1}
     click = "document.querySelector('.sums button.link').click()"
     assert "event=" in browser.changed(lambda: browser.evaluate(click))
     assert browser.evaluate("document.querySelector('[role=tab][aria-selected=true]').textContent") == "Communication"
 
 
-def test_compilations_have_the_numbers_of_the_analysis_and_lead_to_their_events(browser, looped, tmp_path):
-    browser.open(written(looped, tmp_path), "#tab=compile")
+def test_compilations_have_the_numbers_of_the_analysis_and_lead_to_their_events(browser, looped, looped_report):
+    browser.open(looped_report, "#tab=compile")
     answer = compilations(looped)
     expected = [
         (row.name or "(unknown)", row.programs, row.compilations, row.compile_s, row.why) for row in answer.rows
@@ -191,9 +200,8 @@ def test_compilations_have_the_numbers_of_the_analysis_and_lead_to_their_events(
     assert found[0]["function"] in browser.evaluate("document.querySelector('#instrument [role=status]').textContent")
 
 
-def test_the_input_view_has_the_numbers_of_the_analysis(browser, looped, tmp_path):
-    path = written(looped, tmp_path)
-    browser.open(path, "#tab=input")
+def test_the_input_view_has_the_numbers_of_the_analysis(browser, looped, looped_report):
+    browser.open(looped_report, "#tab=input")
     answer = input_pipeline(looped)
     assert answer.facts["input_waited_s"] > 0
     titles = {
@@ -207,7 +215,7 @@ def test_the_input_view_has_the_numbers_of_the_analysis(browser, looped, tmp_pat
     for name, row in found.items():
         for title, field in titles.items():
             assert row[title] == pytest.approx(getattr(expected[name], field), rel=1e-9, abs=1e-15), (name, title)
-    browser.open(path, "#tab=input&step=2")
+    browser.open(looped_report, "#tab=input&step=2")
     (waited,) = (row["waited"] for row in browser.rows() if row["stage"] == "next_batch")
     assert 0 < waited < expected["next_batch"].waited_s
 
@@ -307,8 +315,8 @@ def test_a_long_history_of_an_allocator_is_drawn(browser, build, tmp_path, monke
     assert browser.complaints == []
 
 
-def test_the_advice_has_the_gains_of_the_analysis_and_links_to_events_and_lines(browser, looped, tmp_path):
-    browser.open(written(looped, tmp_path), "#tab=advice")
+def test_the_advice_has_the_gains_of_the_analysis_and_links_to_events_and_lines(browser, looped, looped_report):
+    browser.open(looped_report, "#tab=advice")
     rows = advice(looped).rows
     found = browser.values(".advice li", "[each.dataset.cause, Number(each.dataset.gain)]")
     assert found == [[row.cause, row.gain_s] for row in rows] and rows
@@ -391,11 +399,10 @@ TABS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [1280, 1920])
-def test_every_tab_fits_the_screen_and_names_its_controls(browser, looped, tmp_path, width):
-    report = written(looped, tmp_path)
+@pytest.mark.parametrize("width", [1280, pytest.param(1920, marks=pytest.mark.slow)])
+def test_every_tab_fits_the_screen_and_names_its_controls(browser, looped_report, width):
     for tab in TABS:
-        browser.open(report, f"#tab={tab}&event=0", width=width)
+        browser.open(looped_report, f"#tab={tab}&event=0", width=width)
         assert browser.evaluate("document.scrollingElement.scrollWidth") <= width, tab
         cut = "[...document.querySelectorAll('.panel .scroll')].some(each => each.scrollWidth > each.clientWidth)"
         assert not browser.evaluate(cut), tab

@@ -12,6 +12,7 @@ from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues
 from stack_core.abi.models import Outputs
 from stack_core.ops import Head
+from stack_serve.llm.engine import LLMEngine
 
 VOCAB, EMBED, HEADS, LAYERS, POSITIONS = 31, 16, 2, 2, 48
 STATES = KeysValues(repeats=LAYERS, kv_heads=HEADS, key_dim=EMBED // HEADS, value_dim=EMBED // HEADS, dtype="float32")
@@ -93,3 +94,9 @@ class TinyCheckpoint:
 
     def shardings(self, mesh: Any) -> Any:
         raise NotImplementedError("one device is enough here")
+
+
+def share_programs(source: LLMEngine, *engines: LLMEngine) -> None:
+    """Gives engines the compiled programs of another one, whose model and settings have the same shapes."""
+    for engine in engines:
+        engine._programs._compiled.programs |= source._programs._compiled.programs

@@ -33,16 +33,16 @@ def expected(rows: np.ndarray, seed: int = 0) -> np.ndarray:
     return np.asarray(predict(params(seed), rows)["probabilities"])
 
 
-def test_json_in_and_out(serve: Serve) -> None:
+def test_json_in_and_out(shared: Served) -> None:
     x = images(3)
-    answer = serve().infer({"id": "7", "inputs": [tensor(x)], "outputs": [{"name": "probabilities"}]})
+    answer = shared.infer({"id": "7", "inputs": [tensor(x)], "outputs": [{"name": "probabilities"}]})
     (output,) = answer.pop("outputs")
     assert answer == {"model_name": "digits", "model_version": "1", "id": "7"}
     assert (output["name"], output["datatype"], output["shape"]) == ("probabilities", "FP32", [3, 10])
     np.testing.assert_allclose(np.reshape(output["data"], (3, 10)), expected(x), atol=1e-5)
 
 
-def test_binary_tensors_follow_the_json(serve: Serve) -> None:
+def test_binary_tensors_follow_the_json(shared: Served) -> None:
     x = images(2)
     head = {
         "inputs": [
@@ -52,7 +52,7 @@ def test_binary_tensors_follow_the_json(serve: Serve) -> None:
     }
     content = json.dumps(head).encode()
     headers = {"Inference-Header-Content-Length": str(len(content))}
-    answer = serve().client.post("/v2/models/digits/infer", content=content + x.tobytes(), headers=headers)
+    answer = shared.client.post("/v2/models/digits/infer", content=content + x.tobytes(), headers=headers)
     size = int(answer.headers["inference-header-content-length"])
     (output,) = json.loads(answer.content[:size])["outputs"]
     assert output["parameters"] == {"binary_data_size": 2 * 10 * 4} and "data" not in output
@@ -257,13 +257,12 @@ def test_json_is_bounded_and_binary_tensors_are_not(serve: Serve) -> None:
         assert answer.status_code == status
 
 
-def test_large_answers_in_json_are_whole(serve: Serve) -> None:
+def test_large_answers_in_json_are_whole(shared: Served) -> None:
     x = images(9000)
-    served = serve()
     described = {"name": "pixels", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
     head = json.dumps({"inputs": [described]}).encode()
     headers = {"Inference-Header-Content-Length": str(len(head))}
-    answer = served.client.post("/v2/models/digits/infer", content=head + x.tobytes(), headers=headers)
+    answer = shared.client.post("/v2/models/digits/infer", content=head + x.tobytes(), headers=headers)
     assert len(answer.content) > 2**18 and int(answer.headers["content-length"]) == len(answer.content)
     (output,) = answer.json()["outputs"]
     assert output["shape"] == [9000, 10]

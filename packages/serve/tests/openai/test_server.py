@@ -36,21 +36,11 @@ def finish_reasons(lines: Iterator[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
+def test_a_signal_stops_new_requests_and_lets_answers_end(number: signal.Signals) -> None:
     with process("20") as (server, client), client.stream("POST", "/v1/completions", json=LONG) as answer:
         lines = answer.iter_lines()
         next(lines)
         server.send_signal(number)
-        assert finish_reasons(lines)[-1] == "length"
-        assert server.wait(120) == 0
-        assert server.stderr is not None and server.stderr.read() == ""
-
-
-def test_a_signal_stops_new_requests() -> None:
-    with process("20") as (server, client), client.stream("POST", "/v1/completions", json=LONG) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        server.send_signal(signal.SIGTERM)
         deadline_s = time.monotonic() + 10
         with pytest.raises(httpx2.ConnectError):
             while time.monotonic() < deadline_s:
@@ -61,6 +51,8 @@ def test_a_signal_stops_new_requests() -> None:
                 ):
                     other.get("/health")
         assert finish_reasons(lines)[-1] == "length"
+        assert server.wait(120) == 0
+        assert server.stderr is not None and server.stderr.read() == ""
 
 
 def test_answers_that_take_too_long_are_cut_short() -> None:

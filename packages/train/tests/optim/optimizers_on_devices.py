@@ -1,10 +1,10 @@
 """Trains a tiny Llama by each optimizer; `test_every_optimizer.py` runs this in a process, kills it and runs it again.
 
-    optimizers_on_devices.py DIRECTORY KILL_AFTER_STEPS DEVICES NAME...
+    optimizers_on_devices.py DIRECTORY STEPS KILL_AFTER_STEPS DEVICES NAME...
 
-Each optimizer saves one checkpoint. With KILL_AFTER_STEPS the process dies once all have done as many steps. A process
-that finds checkpoints resumes from them. Prints a JSON object: by name, the last loss, a digest of every
-leaf, and the entropy of single tokens.
+Each optimizer saves one checkpoint, after half of its steps. With KILL_AFTER_STEPS the process dies once all have done
+as many steps. A process that finds checkpoints resumes from them. Prints a JSON object: by name, the last loss, a
+digest of every leaf, the digests after resuming once more from the checkpoint, and the entropy of single tokens.
 """
 
 import json
@@ -37,7 +37,7 @@ from stack_train.optim import (
 from stack_train.step.program import Program
 from stack_train.step.step import make_step
 
-VOCAB, ROWS, SEQ, STEPS, SAVED_STEP = 32, 8, 32, 100, 50
+VOCAB, ROWS, SEQ = 32, 8, 32
 MODEL = LlamaConfig(
     vocab_size=VOCAB, layers=2, embed=32, heads=4, kv_heads=2, mlp=64, max_positions=SEQ, dtype="float32"
 )
@@ -81,51 +81,58 @@ def batch_of(step):
     }
 
 
-def unigram_entropy():
+def unigram_entropy(steps):
     """In nats, of all targets."""
-    counts = np.bincount(np.concatenate([batch_of(step)["targets"].ravel() for step in range(STEPS)]))
+    counts = np.bincount(np.concatenate([batch_of(step)["targets"].ravel() for step in range(steps)]))
     shares = counts / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
-def make_program(name, devices):
+def make_program(name, devices, steps):
     mesh = MeshConfig(fsdp=devices // 2, tensor=2) if devices > 1 else MeshConfig()
-    step = make_step(MODEL, CausalLMConfig(), OPTIMIZERS[name], steps=STEPS)
+    step = make_step(MODEL, CausalLMConfig(), OPTIMIZERS[name], steps=steps)
     return Program(step, make_mesh(mesh, jax.devices()[:devices]))
 
 
-def train(name, directory, devices, stop):
-    """Goes on from the checkpoint, if there is one, up to `stop` steps; returns the program, the state and metrics."""
-    program = make_program(name, devices)
-    with CheckpointStore(directory / name, CheckpointConfig()) as store:
+def train(program, step, directory, saved_step, stop):
+    """Resumes from the checkpoint, if there is one, and trains up to `stop` steps; returns the state and metrics."""
+    with CheckpointStore(directory, CheckpointConfig()) as store:
         resumed = store.latest() is not None
         state = store.restore(program.abstract_state).state if resumed else program.init(key=jax.random.key(0))
-        step, metrics = None, {}
-        for number in range(SAVED_STEP if resumed else 0, stop):
-            batch = jax.device_put(batch_of(number), program.batch_shardings(batch_of(number)))
-            step = step or program.compile(batch)
-            state, metrics = step(state, batch)
-            if number + 1 == SAVED_STEP:
-                store.save(SAVED_STEP, state, {}, "")
+        metrics = {}
+        for number in range(saved_step if resumed else 0, stop):
+            state, metrics = step(state, place_batch(program, number))
+            if number + 1 == saved_step:
+                store.save(saved_step, state, {}, "")
     check_shardings(state, program.state_shardings)
-    return program, state, metrics
+    return state, metrics
 
 
-def summary(name, directory, devices):
-    _, state, metrics = train(name, directory, devices, STEPS)
-    leaves = {path: jax.random.key_data(leaf) if path == "key" else leaf for path, leaf in named_leaves(state).items()}
-    return {
-        "loss": float(metrics["loss"]),
-        "digests": array_digests(leaves),
-    }
+def place_batch(program, step):
+    batch = batch_of(step)
+    return jax.device_put(batch, program.batch_shardings(batch))
+
+
+def digests(state):
+    leaves = named_leaves(state)
+    return array_digests({path: jax.random.key_data(leaf) if path == "key" else leaf for path, leaf in leaves.items()})
+
+
+def summarize(name, directory, devices, steps, kill_after_steps):
+    program = make_program(name, devices, steps)
+    step = program.compile(place_batch(program, 0))
+    stop = kill_after_steps or steps
+    state, metrics = train(program, step, directory / name, steps // 2, stop)
+    if kill_after_steps:
+        return {}
+    again, _ = train(program, step, directory / name, steps // 2, stop)
+    return {"loss": float(metrics["loss"]), "digests": digests(state), "resumed": digests(again)}
 
 
 if __name__ == "__main__":
-    directory, kill_after_steps, devices = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    directory, (steps, kill_after_steps, devices) = Path(sys.argv[1]), map(int, sys.argv[2:5])
+    summaries = {name: summarize(name, directory, devices, steps, kill_after_steps) for name in sys.argv[5:]}
     if kill_after_steps:
-        for name in sys.argv[4:]:
-            train(name, directory, devices, kill_after_steps)
         os.kill(os.getpid(), signal.SIGKILL)
-    entropy = unigram_entropy()
-    summaries = {name: {**summary(name, directory, devices), "unigram_entropy": entropy} for name in sys.argv[4:]}
-    sys.stdout.write(json.dumps(summaries))
+    entropy = unigram_entropy(steps)
+    sys.stdout.write(json.dumps({name: {**each, "unigram_entropy": entropy} for name, each in summaries.items()}))

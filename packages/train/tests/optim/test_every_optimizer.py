@@ -18,13 +18,13 @@ SCRIPT = Path(__file__).parent / "optimizers_on_devices.py"
 def process():
     """Trains in a process of its own that sees so many devices; returns what it printed, or None if it was killed."""
 
-    def run(directory, devices, names, kill_after_steps=0):
+    def run(directory, devices, names, steps, kill_after_steps=0):
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(devices),
         }
-        command = [sys.executable, "-W", "error", SCRIPT, directory, kill_after_steps, devices, *names]
+        command = [sys.executable, "-W", "error", SCRIPT, directory, steps, kill_after_steps, devices, *names]
         done = subprocess.run([*map(str, command)], env=environment, check=False, capture_output=True, text=True)
         if kill_after_steps:
             assert done.returncode == -signal.SIGKILL, done.stderr
@@ -39,18 +39,19 @@ ALL = tuple(registries.optimizers.names())
 
 
 @pytest.mark.parametrize(
-    ("devices", "names", "kill_after_steps"),
+    ("devices", "names", "steps", "kill_after_steps"),
     [
-        (4, ("adafactor", "muon"), 0),
-        pytest.param(1, ALL, 60, marks=pytest.mark.slow),
-        pytest.param(8, ALL, 60, marks=pytest.mark.slow),
+        (4, ("adafactor", "muon"), 40, 0),
+        pytest.param(1, ALL, 100, 60, marks=pytest.mark.slow),
+        pytest.param(8, ALL, 100, 60, marks=pytest.mark.slow),
     ],
 )
-def test_it_learns_and_resumes_bitwise(process, tmp_path, devices, names, kill_after_steps):
-    """Also a whole run has left a checkpoint, from which it can go on again without one that is killed."""
-    whole = process(tmp_path / "whole", devices, names)
+def test_it_learns_and_resumes_bitwise(process, tmp_path, devices, names, steps, kill_after_steps):
+    """A whole run resumes from its own checkpoint, too."""
+    whole = process(tmp_path / "whole", devices, names, steps)
     for name in names:
         assert whole[name]["loss"] < 0.9 * whole[name]["unigram_entropy"], name
+        assert whole[name]["resumed"] == whole[name]["digests"], name
     if kill_after_steps:
-        process(tmp_path / "killed", devices, names, kill_after_steps)
-    assert process(tmp_path / ("killed" if kill_after_steps else "whole"), devices, names) == whole
+        process(tmp_path / "killed", devices, names, steps, kill_after_steps)
+        assert process(tmp_path / "killed", devices, names, steps) == whole

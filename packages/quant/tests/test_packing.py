@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack_quant.packing import pack, stored_bytes, unpack
@@ -10,6 +10,7 @@ from stack_quant.qtypes import QTYPES
 
 
 # Few counts, of every remainder of a byte's codes: each shape is compiled anew.
+@settings(max_examples=25)
 @given(bits=st.integers(2, 8), count=st.sampled_from([0, 1, 2, 7, 12, 19]), seed=st.integers(0, 99))
 def test_codes_come_back(bits: int, count: int, seed: int) -> None:
     kind = QTYPES[f"int{bits}"]

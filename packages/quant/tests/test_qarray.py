@@ -60,7 +60,13 @@ def test_rows_are_taken_from_codes(index: object) -> None:
         assert "i8[16,6]" in text and "f32[16,6]" not in text
 
 
-@pytest.mark.parametrize("name", QTYPES)
+# One of each form of storage: planes of bits, nibbles, bytes, a codebook, and scales of blocks with and without a unit.
+STORED = ("int3", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in STORED else pytest.mark.slow) for name in QTYPES]
+)
 def test_stacks_slice_under_scan(name: str) -> None:
     stack = quantize_array(drawn(3, 64, 6), spec_of(name, 0))
     x = drawn(2, 64)
@@ -98,12 +104,19 @@ IMPLEMENTATIONS = [name for name in registries.ops.names() if name.startswith("l
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", QTYPES)
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_ops_take_it_in_value_and_gradient(symmetric: bool, name: str, implementation: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "symmetric"),
+    [
+        *((name, True) for name in QTYPES),
+        *(
+            pytest.param(name, False, marks=() if name in ("int3", "int8") else pytest.mark.slow)
+            for name, kind in QTYPES.items()
+            if kind.is_integer  # others have no zero point
+        ),
+    ],
+)
+def test_ops_take_it_in_value_and_gradient(name: str, symmetric: bool, implementation: str) -> None:
     """As the contract of `linear` asks: against float64, the gradients of float32 scales included."""
-    if not symmetric and not QTYPES[name].is_integer:
-        pytest.skip("the type has no zero point")
     found: OpImplementation = registries.ops[implementation]
     weight, x = quantize_array(drawn(64, 6), spec_of(name, symmetric=symmetric)), drawn(5, 64)
     if not implementation.endswith(("reference", "quantized")):
@@ -154,7 +167,7 @@ TAKEN = {
 @pytest.mark.parametrize(
     ("op", "name"),
     [
-        pytest.param(op, name, marks=() if op == "linear" or name in ("int8", "nvfp4") else pytest.mark.slow)
+        pytest.param(op, name, marks=() if name in ("int8", "nvfp4") else pytest.mark.slow)
         for op in TAKEN
         for name in ("int8", "int3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4")
     ],

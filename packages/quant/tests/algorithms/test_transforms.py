@@ -53,6 +53,7 @@ def test_a_rotation_is_orthonormal_and_its_own_inverse() -> None:
     np.testing.assert_allclose(rotated, expected, atol=1e-5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("algorithm", ["awq", "smoothquant+hadamard"])
 @pytest.mark.parametrize(
     ("fn", "shapes"),

@@ -57,10 +57,17 @@ CASES = {
 }
 
 
+SIMILAR = ("on the left", "reshaped", "cast", "mapped")  # to "transposed", "heads", "product" and "batched"
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [*((name, {}) for name in CASES), ("product", {"rank_stabilized": True})]
-    + [(name, {"magnitude": True}) for name in ("heads", "gated", "ragged", "scan")],
+    [
+        *(pytest.param(name, {}, marks=pytest.mark.slow if name in SIMILAR else ()) for name in CASES),
+        ("product", {"rank_stabilized": True}),
+        *((name, {"magnitude": True}) for name in ("heads", "ragged")),
+        *(pytest.param(name, {"magnitude": True}, marks=pytest.mark.slow) for name in ("gated", "scan")),
+    ],
 )
 def test_values_and_gradients_are_those_of_the_merged_parameters(name, rule):
     function, shapes = CASES[name]

@@ -24,7 +24,7 @@ W8A8 = Rule(path=".*", weights="int8", activations="int8")
     [
         (Rule(path=".*", weights="int8"), 1e-4),
         (Rule(path="layers|head", weights="int4", tile_size=8, weight_calibration="rms,2"), 1e-4),
-        (Rule(path=".*", weights="int4", weight_calibration="minmax"), 1e-4),
+        pytest.param(Rule(path=".*", weights="int4", weight_calibration="minmax"), 1e-4, marks=pytest.mark.slow),
         (Rule(path=".*", weights="nf4"), 1e-4),
         # An activation in the middle between two codes goes either way: that of a later layer may be another.
         (W8A8, 0.005),

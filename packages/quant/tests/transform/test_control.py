@@ -109,11 +109,12 @@ WITHOUT_ACTIVATIONS = ("jit", "remat", "carried by while", "cond", "vmap of scan
 @pytest.mark.parametrize(
     ("where", "activations"),
     [
-        *((where, "int8") for where in INSIDE),
-        *(
-            pytest.param(where, None, marks=() if where in WITHOUT_ACTIVATIONS else pytest.mark.slow)
-            for where in INSIDE
-        ),
+        pytest.param(where, activations, marks=() if chosen else pytest.mark.slow)
+        for where in INSIDE
+        for activations, chosen in (
+            ("int8", where not in WITHOUT_ACTIVATIONS),
+            (None, where in WITHOUT_ACTIVATIONS),
+        )
     ],
 )
 def test_a_parameter_is_quantized_wherever_it_is_used(where: str, activations: Any, check: Any) -> None:
@@ -179,6 +180,7 @@ def test_a_function_with_a_derivative_of_its_own_keeps_it_where_nothing_inside_i
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(quantized(x)))(X), 7.0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["ptq", "qat", "qt"])
 @pytest.mark.parametrize("transformed", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
 def test_a_derivative_of_its_own_stays_where_what_is_inside_is_quantized(method: str, transformed: Any) -> None:

@@ -66,7 +66,10 @@ def test_a_parameter_keeps_its_codes_in_any_form_of_product(form: str, check: An
     assert {row.reason for row in report.operations if row.paths} == {""}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=pytest.mark.slow) if form in WEIGHTS_ALONE[1:] else form for form in FORMS],
+)
 def test_activations_are_quantized_along_what_is_contracted(form: str, check: Any) -> None:
     fn, shape, scale = FORMS[form]
     report = check(lambda p, x: fn(p["w"], x), {"w": normal(1, *shape)}, X, rules=BOTH, tol=0.02)
@@ -105,13 +108,14 @@ BLOCKS = {
 }
 
 
+@pytest.mark.covering
+@pytest.mark.parametrize(("weights", "activations"), [("int4", None), ("int8", "int8")])
 @pytest.mark.parametrize("form", BLOCKS)
-def test_blocks_of_two_axes_share_a_scale(form: str, check: Any) -> None:
+def test_blocks_of_two_axes_share_a_scale(form: str, weights: str, activations: str | None, check: Any) -> None:
     fn, shape, scale = BLOCKS[form]
-    for weights, activations in (("int4", None), ("int8", "int8")):
-        rules = (Rule(path=".*", weights=weights, activations=activations, tile_size=(8, 4)),)
-        report = check(fn, normal(1, *shape), X, rules=rules, tol=0.02 if activations else 1e-5)
-        assert scales(report) == {"": scale} and "float" not in computed(report)
+    rules = (Rule(path=".*", weights=weights, activations=activations, tile_size=(8, 4)),)
+    report = check(fn, normal(1, *shape), X, rules=rules, tol=0.02 if activations else 1e-5)
+    assert scales(report) == {"": scale} and "float" not in computed(report)
 
 
 def test_blocks_that_do_not_divide_are_refused_or_made_smaller() -> None:

@@ -53,6 +53,7 @@ def cosine(one: Any, other: Any) -> float:
     return float(jnp.vdot(one, other) / jnp.linalg.norm(one) / jnp.linalg.norm(other))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_gradients_are_those_of_the_float_product(name: str, static: bool) -> None:
@@ -93,7 +94,12 @@ def test_no_gradient_reaches_what_a_static_range_clips() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "static"), [(("int8", "int8"), True), (("int4", "int8"), False), (("fp8_e4m3",) * 2, False)]
+    ("kinds", "static"),
+    [
+        (("int8", "int8"), True),
+        pytest.param(("int4", "int8"), False, marks=pytest.mark.slow),
+        (("fp8_e4m3",) * 2, False),
+    ],
 )
 def test_adapters_before_quantized_products_learn(kinds: tuple[str, str], static: bool) -> None:
     """The loss falls as it does on weights that alone are quantized."""

@@ -59,7 +59,7 @@ def shapes(draw: Any, size: int) -> Any:
     return [*shape, size]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_reshape(data: Any) -> None:
     view = filled(*data.draw(tilings()))
@@ -67,7 +67,7 @@ def test_reshape(data: Any) -> None:
     same(views.reshape(view, shape), value(view).reshape(shape))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(st.data())
 def test_transpose(data: Any) -> None:
     view = filled(*data.draw(tilings()))
@@ -75,7 +75,7 @@ def test_transpose(data: Any) -> None:
     same(views.transpose(view, order), value(view).transpose(order))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(st.data())
 def test_slices(data: Any) -> None:
     view = filled(*data.draw(tilings()))

@@ -34,7 +34,12 @@ def assert_close(actual, expected, dtype):
         assert np.abs(one - other).max() <= TOLERANCES[dtype] * np.abs(other).max()
 
 
-VOCABULARIES = [(size, "float32") for size in (1000, 32000, 50257, 151936)] + [(50257, "bfloat16"), (1000, "float16")]
+VOCABULARIES = [
+    *((size, "float32") for size in (1000, 151936)),
+    *(pytest.param(size, "float32", marks=pytest.mark.slow) for size in (32000, 50257)),
+    (50257, "bfloat16"),
+    (1000, "float16"),
+]
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), VOCABULARIES)
@@ -71,6 +76,7 @@ def drawn_attention(batch=3, q_seq=5, kv_seq=133, dtype="float32"):
     return [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", implementations("attention"))
 def test_halves_of_the_keys_merge_to_the_whole(name, dtype):
@@ -137,6 +143,7 @@ def test_a_row_without_keys_stands_beside_one_that_has_five(name):
     assert not gradients[1][0, 5:].any() and not gradients[2][0, 5:].any()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("q_seq", "kv_seq"), [(5, 133), (133, 5)])
 @pytest.mark.parametrize("name", implementations("attention"))
 def test_a_window_stands_where_the_last_query_meets_the_last_key(name, q_seq, kv_seq):
@@ -148,6 +155,7 @@ def test_a_window_stands_where_the_last_query_meets_the_last_key(name, q_seq, kv
     assert_close(run(windowed, *operands), run(masked, *operands), "float32")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", implementations("ragged_dot"))
 def test_rows_beyond_the_last_group_are_zero_and_give_no_gradient(name, dtype):

@@ -53,6 +53,7 @@ def no_devices(monkeypatch):
         monkeypatch.setattr(jax, name, functools.partial(refuse, name, getattr(jax, name)))
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("no_devices")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kind", ["v5p", "v6e", "h200"])

@@ -69,6 +69,7 @@ def test_keys_so_few_that_weights_are_transposed(case: str) -> None:
     _check_against_reference(*FEW_KEYS[case], kv_seq=30, head_dim=64)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ONE_TILE)
 @pytest.mark.parametrize("head_dim", [8, 64])
 def test_one_tile_whose_weights_are_formed_again_or_kept(case: str, head_dim: int) -> None:

@@ -18,6 +18,7 @@ def test_contract(check: OpCheck) -> None:
     check(XLA_CPU)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tokens", [1, 5, 512])
 @pytest.mark.parametrize(
     "check",

@@ -27,12 +27,24 @@ def test_contract(check: OpCheck) -> None:
     check(XLA_CPU)
 
 
+IN_TILES = (
+    "plain",
+    "none",
+    "ignored",
+    "whole_tiles",
+    "bias",
+    "quantized_by_tile",
+    "everything_that_heads_have",
+    "not_a_number",
+)
+
+
 @pytest.mark.covering
 @BOTH
 @pytest.mark.parametrize(
     "check",
     [
-        check
+        pytest.param(check, marks=() if check.case.name in IN_TILES else pytest.mark.slow)
         for check in op_checks("linear_cross_entropy")
         if check.aspect == "float32" and check.case.name not in {"large_vocabulary", "odd_sizes", "empty_rows"}
     ],
@@ -96,6 +108,7 @@ def test_a_bf16_gradient_of_many_chunks_is_as_precise_as_that_of_one(
     np.testing.assert_allclose(gradient(2), gradient(128), rtol=2**-7)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("keeps_exponentials", "dtype", "vocab", "most"),
     [(True, "bfloat16", 50_000, 1 / 3), (True, "float32", 131_072, 1 / 6), (False, "bfloat16", 131_072, 1 / 20)],

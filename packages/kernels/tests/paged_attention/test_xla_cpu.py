@@ -53,6 +53,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_several_pages_a_step_give_what_the_reference_gives(options: dict[str, Any], dtype: Any) -> None:

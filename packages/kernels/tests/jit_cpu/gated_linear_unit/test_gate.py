@@ -8,7 +8,7 @@ from stack_kernels.jit_cpu.gated_linear_unit.gate import gate_gradients
 from stack_kernels.jit_cpu.host import Processor
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "relu_squared"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradients_are_those_of_the_reference(processor: Processor, dtype: str, activation: str) -> None:

@@ -29,7 +29,7 @@ def test_contract(check: OpCheck) -> None:
     check(JIT_AMX)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("sizes", _SIZES)
 @pytest.mark.parametrize("rows", _ROWS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -34,7 +34,7 @@ def test_products_of_any_size_are_exact_to_fp32(processor: Processor, dtype: str
     _assert_equal(_product(x, weight), np.asarray(x, np.float64) @ np.asarray(weight, np.float64))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("depth", [8, 136, 1408])
 @pytest.mark.parametrize("columns", [3, 300, 4100])
 @pytest.mark.parametrize("rows", [1, 2])
@@ -47,7 +47,7 @@ def test_one_or_two_rows_are_summed_in_parts(
     _assert_equal(_product(x, weight), np.asarray(x, np.float64) @ np.asarray(weight, np.float64))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("columns", _COLUMNS)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 def test_every_code_is_read_as_its_value(processor: Processor, dtype: str, columns: int) -> None:
@@ -61,7 +61,7 @@ def test_every_code_is_read_as_its_value(processor: Processor, dtype: str, colum
     _assert_equal(_product(x, Quantized(codes, scale)), x.astype(np.float64) @ weight)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("scales", [1, 4100])
 @pytest.mark.parametrize("depth", [12, 136, 1408])
 def test_one_row_of_int8_codes_is_summed_in_parts(processor: Processor, depth: int, scales: int) -> None:
@@ -79,6 +79,7 @@ def test_nan_among_fp8_codes_stays_in_its_column(processor: Processor) -> None:
     np.testing.assert_array_equal(np.delete(found, 7, axis=1), 16)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("levels", [3, 16])
 def test_codes_are_looked_up_in_a_codebook(processor: Processor, levels: int) -> None:
     rng = np.random.default_rng(levels)
@@ -90,6 +91,7 @@ def test_codes_are_looked_up_in_a_codebook(processor: Processor, levels: int) ->
     _assert_equal(_product(x, Quantized(codes, scale, codebook=jnp.asarray(codebook))), x.astype(np.float64) @ weight)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["uint4", "float4_e2m1fn"])
 def test_codes_that_are_kept_as_int4_are_not_converted(processor: Processor, dtype: str) -> None:
     """XLA does that one by one, which takes many times as long as the product."""
@@ -102,6 +104,7 @@ def test_codes_that_are_kept_as_int4_are_not_converted(processor: Processor, dty
     assert "custom-call" in compiled.as_text() and "bitcast-convert" not in compiled.as_text()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("x_tiles", "tiles"), [(1, 3), (3, 1), (2, 3)])
 def test_tiles_of_integers_that_differ(processor: Processor, x_tiles: int, tiles: int) -> None:
     rng = np.random.default_rng(0)
@@ -112,7 +115,7 @@ def test_tiles_of_integers_that_differ(processor: Processor, x_tiles: int, tiles
     _assert_equal(_product(Quantized(x, x_scale), Quantized(weight, scale)), exact)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("columns", _COLUMNS)
 @pytest.mark.parametrize("rows", _ROWS)
 def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Processor, rows: int, columns: int) -> None:
@@ -123,6 +126,7 @@ def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Proces
     _assert_equal(_product(Quantized(x, x_scale), Quantized(weight, scale)), exact)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 8, 2), (1, 136, 300), (1, 2048, 50), (5, 1032, 8200)])
 def test_streams_of_integers_are_exact(processor: Processor, rows: int, depth: int, columns: int) -> None:
     """Of one row, and of several with a weight that is not in the caches."""
@@ -149,7 +153,7 @@ def test_integer_products_do_not_overflow(depth: int) -> None:
     np.testing.assert_allclose(found, -128.0 * 127 * depth, rtol=1e-2)  # equal terms round alike in an fp32 sum
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("tiles", [1, 2, 40])
 @pytest.mark.parametrize("columns", [40, 256])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])

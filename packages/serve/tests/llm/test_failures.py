@@ -145,7 +145,9 @@ def ends_of(tracer: Tracer) -> tuple[Counter[Any], Counter[Any]]:
     return ends, expected
 
 
-def test_a_failure_at_any_point_leaves_no_request_without_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("calls", ["one", pytest.param("all", marks=pytest.mark.slow)])
+def test_a_failure_at_any_point_leaves_no_request_without_its_end(monkeypatch: pytest.MonkeyPatch, calls: str) -> None:
+    """Fails at one call of each function, or at all of them."""
     monkeypatch.setattr(engine_module, "programs_class", lambda _: FakePrograms)
     monkeypatch.setattr(engine_module, "give_memory_back", lambda: None)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -159,7 +161,8 @@ def test_a_failure_at_any_point_leaves_no_request_without_its_end(monkeypatch: p
     assert {"schedule", "step", "begin", "push", "put", "flush", "deliver", "_drop", "_forget"} <= {
         name for name, *_ in points
     }
-    for number, point in enumerate(points):
+    failing = points if calls == "all" else {callee: point for point in points for callee in point[:1]}.values()
+    for number, point in enumerate(failing):
         ends, expected = ends_of(Tracer(point, (RuntimeError, KeyboardInterrupt)[number % 2]))
         assert ends == expected, point
     assert sys.gettrace() is before

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     checkpoint = TinyCheckpoint(tokenizer=Words(), chat_template=TEMPLATE, sampling_defaults={"max_tokens": 3})
-    with LLM(checkpoint, max_sequences=4, step_tokens=16, max_waiting=4) as llm:
+    with LLM(checkpoint, max_sequences=4, step_tokens=16, page_tokens=4, max_waiting=4) as llm:
         yield llm
 
 

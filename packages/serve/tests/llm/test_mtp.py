@@ -21,7 +21,7 @@ from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.proposer import Proposer
 from stack_serve.llm.speculation import Speculation
 
-from .tiny_checkpoint import POSITIONS, TinyCheckpoint
+from .tiny_checkpoint import POSITIONS, TinyCheckpoint, share_programs
 from .tiny_mtp import MtpCheckpoint, mtp_layer, mtp_params
 
 # Pages for one of the longest sequences and a half, so that three of them preempt one another.
@@ -56,7 +56,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[FirstDraft]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[LLMEngine]:
-    with LLMEngine(MtpCheckpoint(), CONFIG) as engine:
+    """The same model without the layer; programs are those of `test_engine`, so JAX's cache has them."""
+    with LLMEngine(TinyCheckpoint(), EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4)) as engine:
         yield engine
 
 
@@ -148,7 +149,9 @@ def test_pages_are_handed_over_with_hidden_states_and_without_keys_of_the_layer(
     run(engine, request_of("computed"))
     exported = engine.export_pages(request_of(""))
     found.clear()
-    with LLMEngine(MtpCheckpoint(), MTP) as other:
+    other = LLMEngine(MtpCheckpoint(), MTP)
+    share_programs(engine, other)
+    with other:
         own = run(other, request_of("other", PROMPT[::-1]))
         keys = np.array(other._programs._layers.mtp.layer.key)
         other.import_pages(request_of(""), exported)

@@ -83,7 +83,7 @@ def edited(directory: Path, *, drop: str = "", **settings: Any) -> Path:
 
 def logits(model: Any) -> np.ndarray:
     tokens = jnp.arange(12).reshape(1, 12)
-    return np.asarray(model.logits(model(tokens, tokens).hidden))
+    return np.asarray(jax.jit(lambda tokens: model.logits(model(tokens, tokens).hidden))(tokens))
 
 
 def test_an_adapter_goes_to_a_run_and_back(base, tmp_path):

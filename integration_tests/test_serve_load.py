@@ -10,7 +10,7 @@ BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "serve_load.py"
 
 def test_a_loaded_server_loses_nothing_and_leaks_nothing(tmp_path):
     """The benchmark checks every answer; this is a short run of it."""
-    sizes = ("--known", "8", "--minutes", "0.15", "--streams", "40", "--pages", "120")
+    sizes = ("--known", "4", "--minutes", "0.05", "--streams", "16", "--max-sequences", "8", "--pages", "64")
     command = [sys.executable, BENCHMARK, *sizes, "--results", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ import pytest
 from stack_core.abi.errors import ConfigError, DataError
 from stack_train.run.train import train
 
-from .test_rollouts import cell, records
+from .test_rollouts import cell, records, write_untrained
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = ("run.steps=3", "run.evaluate_every_steps=0", "checkpoint.every_steps=3", "objective.kl=0.5")
@@ -19,9 +19,7 @@ STEPS = ("run.steps=3", "run.evaluate_every_steps=0", "checkpoint.every_steps=3"
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that others start from and take as their reference."""
-    output = tmp_path_factory.mktemp("runs") / "first"
-    train(cell(output, "run.steps=2", "run.evaluate_every_steps=0"))
-    return output
+    return write_untrained(tmp_path_factory.mktemp("runs") / "first")
 
 
 def test_a_reference_of_the_data_holds_a_policy_as_one_of_the_trainer_does(first: Path, tmp_path: Path) -> None:

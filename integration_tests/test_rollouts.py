@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.config import apply_overrides, load_yaml, parse, to_yaml
 from stack_core.abi.errors import ConfigError, ConversionError, StackError, UnknownName
 from stack_core.abi.policy import PolicyBatches
 from stack_quant import quantize
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.rollouts import RolloutData
-from stack_train import RunConfig, RunSettings, build, start
+from stack_train import RunConfig, RunSettings, RunSummary, build, start
+from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run.config import run_config
 from stack_train.run.program import build_program
 from stack_train.run.train import train
@@ -44,25 +45,36 @@ def cell(output: Path, *overrides: str) -> RunConfig:
     return parse(RunConfig, apply_overrides(mapping, [*TINY, f"output={output}", *overrides]))
 
 
+def write_untrained(output: Path) -> Path:
+    """Writes the run of `cell` with the parameters that it starts from."""
+    config = cell(output)
+    params = build_program(config).init(key=jax.random.key(0)).params
+    with CheckpointStore(output / "checkpoints") as store:
+        store.save_weights(named_leaves(params).items(), to_yaml(config))
+    (output / "config.yaml").write_text(to_yaml(config))
+    return output
+
+
 def records(output: Path, kind: str) -> list[dict]:
     found = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     return [record for record in found if record["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
-def summary(tmp_path_factory):
-    """The summary of a run that nothing interrupted."""
+def finished(tmp_path_factory):
+    """The summary of a run that nothing interrupted, and the numbers of its compilations."""
     run = build(cell(tmp_path_factory.mktemp("runs") / "whole"))
     assert isinstance(run.data, PolicyBatches)
-    return start(run)
+    return _start_and_count(run)
 
 
 @pytest.fixture(scope="module")
-def whole(summary):
-    return summary.directory
+def whole(finished):
+    return finished[0].directory
 
 
-def test_a_run_reports_its_rollouts_and_the_sampler_agrees_with_the_trainer(whole, summary):
+def test_a_run_reports_its_rollouts_and_the_sampler_agrees_with_the_trainer(whole, finished):
+    summary, _ = finished
     steps, (*_, last) = records(whole, "train"), records(whole, "evaluation")
     shown = ("reward", "flat_groups", "unparsed", "truncated")
     assert summary.metrics == {name: steps[-1][name] for name in shown}
@@ -79,20 +91,20 @@ def test_a_run_reports_its_rollouts_and_the_sampler_agrees_with_the_trainer(whol
     assert "last flat groups" in report
 
 
-def test_the_step_forms_no_logits_of_a_whole_batch_and_compiles_nothing_after_the_second(tmp_path):
+def test_the_step_forms_no_logits_of_a_whole_batch_and_is_compiled_once(tmp_path, finished):
     sizes = ("model.vocab_size=65536", "model.max_positions=64", "data.seq_tokens=64", "objective.kl=0.1")
     run = build(cell(tmp_path / "wide", *sizes))
     shapes = re.findall(r"tensor<((?:\d+x)+)", run.traced.lower().as_text())
     largest = max(math.prod(map(int, shape.rstrip("x").split("x"))) for shape in shapes)
     assert 65536 * 16 <= largest < 4 * 4 * 64 * 65536  # the embedding's is the largest
 
-    run = build(cell(tmp_path / "run", "run.steps=5", "run.evaluate_every_steps=0", "checkpoint.every_steps=0"))
-    at_step = _compilations(run)
-    assert len(at_step) == 6 and at_step[0] < at_step[2] == at_step[-1]
+    # The first checkpoint is after step 2, and the first evaluation, which compiles greedy sampling, after step 4.
+    _, at_step = finished
+    assert len(at_step) == 9 and at_step[0] < at_step[1] <= at_step[5] == at_step[7], at_step
 
 
-def _compilations(run) -> list[int]:
-    """The number of compilations before each step of a run, and after the last one."""
+def _start_and_count(run) -> tuple[RunSummary, list[int]]:
+    """Returns the summary of a run, and the number of compilations before each step and after the last one."""
     compiled, at_step = [], []
     take = run.data.update_weights  # before the first step, and after each
     run.data.update_weights = lambda *given: take(*given) or at_step.append(len(compiled))
@@ -103,10 +115,9 @@ def _compilations(run) -> list[int]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        start(run)
+        return start(run), at_step
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    return at_step
 
 
 @pytest.mark.slow  # compiles the step for five meshes
@@ -177,13 +188,12 @@ def test_an_engine_in_another_process_plays_the_same_episodes_also_after_it_was_
 
 
 SEVERAL = (
-    *("objective.epochs=2", "objective.minibatches=4", "run.evaluate_every_steps=0", "checkpoint.every_steps=3"),
+    *("objective.epochs=2", "objective.minibatches=4", "run.evaluate_every_steps=0", "checkpoint.every_steps=0"),
     *("optimizer.learning_rate=0.02", "run.steps=12"),
 )
 
 
 def test_after_two_epochs_of_four_minibatches_tokens_are_clipped_as_numpy_counts_them(tmp_path):
-    """And a run that resumes within a batch ends bitwise like a whole one."""
     run = build(cell(tmp_path / "whole", *SEVERAL))
     counts, take = [], run.data.train_iterator
 
@@ -210,19 +220,12 @@ def test_after_two_epochs_of_four_minibatches_tokens_are_clipped_as_numpy_counts
     assert [each["clipped"] * count for each, count in zip(steps, tokens, strict=True)] == pytest.approx(counts)
     assert counts[0] == counts[8] == 0 < min(counts[7], sum(counts[9:]))  # the batches begin at steps 1 and 9
     assert steps[0]["update_kl"] == pytest.approx(0, abs=1e-6) and steps[7]["update_kl"] > 1e-3
-    train(cell(tmp_path / "cut", *SEVERAL, "run.steps=6"))
-    train(cell(tmp_path / "cut", *SEVERAL), resume=True)
-    ours = records(tmp_path / "cut", "train")
-    for name in ("loss", "reward", "grad_norm", "clipped", "mismatch", "staleness"):
-        assert [each[name] for each in ours] == [each[name] for each in steps], name
-    digests = [_digests(tmp_path / name / "checkpoints" / "00000012") for name in ("cut", "whole")]
-    assert digests[0] == digests[1]
 
 
 def test_packed_rows_agree_with_the_sampler_resume_bitwise_and_compile_once(tmp_path):
     wide = ("data.seq_tokens=12", "data.packed=true", "objective.minibatches=2", "run.evaluate_every_steps=0")
     whole, cut = (cell(tmp_path / name, *wide, "run.steps=5", "checkpoint.every_steps=3") for name in ("whole", "cut"))
-    at_step = _compilations(build(whole))
+    _, at_step = _start_and_count(build(whole))
     assert len(at_step) == 6 and at_step[4] == at_step[5]  # two batches and a checkpoint have compiled everything
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "00000005")
@@ -244,8 +247,11 @@ def test_updates_stop_once_the_policy_has_moved_far(tmp_path):
     assert skipped[0] == 0 < max(skipped) < 8
 
 
-def test_algorithms_are_named_at_the_start_with_what_differs_from_their_papers(tmp_path, capfd):
-    train(cell(tmp_path / "run", "objective.name=reinforce_pp", "objective.kl=0.02", "run.steps=1"))
+def test_reinforce_pp_names_its_departures_and_updates_a_policy_published_in_bfloat16_in_float32(tmp_path, capfd):
+    published = ("model.param_dtype=bfloat16", "optimizer.learning_rate=1e-6", "run.evaluate_every_steps=0")
+    chosen = ("objective.name=reinforce_pp", "objective.kl=0.02", "run.steps=2", "checkpoint.every_steps=1")
+    config = cell(tmp_path / "run", *published, *chosen)
+    train(config)
     lines = capfd.readouterr().err.splitlines()
     first = next(place for place, line in enumerate(lines) if "episodes a step" in line)
     assert lines[first + 1 : first + 4] == [
@@ -253,8 +259,16 @@ def test_algorithms_are_named_at_the_start_with_what_differs_from_their_papers(t
         "  objective.kl: 0.02 (reinforce_pp has 0.01)",
         "  objective.entropy: 0.05 (reinforce_pp has 0.0)",
     ]
-    (step,) = records(tmp_path / "run", "train")
-    assert step["reward_kl"] == pytest.approx(0, abs=1e-5)  # the reference is the model at the start
+    steps = records(tmp_path / "run", "train")
+    assert steps[0]["reward_kl"] == pytest.approx(0, abs=1e-5)  # the reference is the model at the start
+    variables = build_program(config).initial_variables
+    dtypes = {path: leaf.dtype for path, leaf in flatten_mapping(variables).items()}
+    start, end = (
+        flatten_mapping(read_params(tmp_path / "run", config.model, step=step, dtypes=dtypes)[0]) for step in (1, 2)
+    )
+    changed = [(start[path] != end[path]).ravel() for path in dtypes if "kernel" in path]
+    assert jnp.concatenate(changed).mean() > 0.9  # of bfloat16 parameters 2%
+    assert max(each["largest_mismatch"] for each in steps) < 1e-4
 
 
 @pytest.mark.slow  # two runs
@@ -369,11 +383,14 @@ def test_ppo_trains_its_critic_with_the_policy_and_resumes_bitwise(tmp_path):
     """All steps are updates of one batch, whose advantages and scores the resumed run has from the journal."""
     ppo = ("objective.name=ppo", "run.evaluate_every_steps=0")
     train(cell(tmp_path / "whole", *ppo, "run.steps=4"))
-    train(cell(tmp_path / "cut", *ppo, "run.steps=2"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "00000004")
     train(cell(tmp_path / "cut", *ppo, "run.steps=4"), resume=True)
-    ours, theirs = (records(tmp_path / name, "train") for name in ("cut", "whole"))
+    *_, third, fourth = records(tmp_path / "cut", "train")
+    theirs = records(tmp_path / "whole", "train")
+    assert [each["step"] for each in (third, fourth)] == [3, 4]
     for name in ("loss", "reward", "value", "value_loss", "critic_grad_norm"):
-        assert [each[name] for each in ours] == [each[name] for each in theirs], name
+        assert [each[name] for each in (third, fourth)] == [each[name] for each in theirs[2:]], name
     assert theirs[0]["value"] == 0.0 != theirs[-1]["value"]
     assert all(each["critic_grad_norm"] > 0 for each in theirs)
     digests = [_digests(tmp_path / name / "checkpoints" / "00000004") for name in ("cut", "whole")]
@@ -381,20 +398,6 @@ def test_ppo_trains_its_critic_with_the_policy_and_resumes_bitwise(tmp_path):
 
     with pytest.raises(ConversionError, match=r"made by the policy in training.*--data SOURCE"):
         quantize(tmp_path / "whole", "w4")
-
-
-def test_a_policy_published_in_bfloat16_is_updated_and_sampled_in_float32(tmp_path):
-    published = ("model.param_dtype=bfloat16", "optimizer.learning_rate=1e-6", "run.evaluate_every_steps=0")
-    config = cell(tmp_path / "run", *published, "run.steps=2", "checkpoint.every_steps=1")
-    train(config)
-    variables = build_program(config).initial_variables
-    dtypes = {path: leaf.dtype for path, leaf in flatten_mapping(variables).items()}
-    start, end = (
-        flatten_mapping(read_params(tmp_path / "run", config.model, step=step, dtypes=dtypes)[0]) for step in (1, 2)
-    )
-    changed = [(start[path] != end[path]).ravel() for path in dtypes if "kernel" in path]
-    assert jnp.concatenate(changed).mean() > 0.9  # of bfloat16 parameters 2%
-    assert max(each["largest_mismatch"] for each in records(tmp_path / "run", "train")) < 1e-4
 
 
 def briefly(completion):
@@ -415,24 +418,7 @@ def text_run(tmp_path_factory):
     return config
 
 
-def test_a_run_of_grpo_is_quantized_on_texts(text_run, tmp_path):
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "one and one is", "answer": "2"}\n' * 4)
-    environment = PromptsConfig(source=str(tmp_path / "sums.jsonl"), rewards=(briefly,), max_tokens=4)
-    data = RolloutData(environment=environment, groups=2, group_size=2, seq_tokens=32)
-    settings = RunSettings(steps=1, init_from=str(text_run.output))
-    config = {"model": text_run.model, "data": data, "objective": GRPOConfig(kl=0.0), "run": settings}
-    start(build(RunConfig(output=str(tmp_path / "run"), **config)))
-    for number in range(40):
-        (tmp_path / f"note{number}.txt").write_text(f"one two buckle my shoe, three four and {number}. " * 100)
-    texts, out = f"text:{tmp_path}/note*.txt", tmp_path / "quantized"
-    result = quantize(tmp_path / "run", "w8a8", out=out, data=texts, algorithm="gptq", calibration_batches=2)
-    # The loss of a language model on these texts, as the reward of rollouts is no loss of held-out targets.
-    assert result.targets > 100 and 0 < result.loss_before < math.log(text_run.model.vocab_size) + 1
-    assert result.loss_after == pytest.approx(result.loss_before, rel=0.02)
-    assert run_config(out).objective.name == "grpo" and run_config(out).data.name == "rollouts"
-
-
-def test_a_run_whose_answers_cannot_be_parsed_says_so_once(text_run, tmp_path, capfd):
+def test_a_run_whose_answers_cannot_be_parsed_says_so_once_and_is_quantized_on_texts(text_run, tmp_path, capfd):
     (tmp_path / "sums.jsonl").write_text('{"prompt": "one and one is", "answer": "2"}\n' * 4)
     rewards = ({"name": "math", "library": "none"},)
     environment = PromptsConfig(source=str(tmp_path / "sums.jsonl"), rewards=rewards, max_tokens=4)
@@ -453,6 +439,14 @@ def test_a_run_whose_answers_cannot_be_parsed_says_so_once(text_run, tmp_path, c
     assert re.search(r"reward 0\.00  flat groups 1\.00  unparsed 1\.00  truncated .* episodes/s  .* tokens/s", line), (
         line
     )
+    for number in range(40):
+        (tmp_path / f"note{number}.txt").write_text(f"one two buckle my shoe, three four and {number}. " * 100)
+    texts, out = f"text:{tmp_path}/note*.txt", tmp_path / "quantized"
+    result = quantize(tmp_path / "run", "w8a8", out=out, data=texts, algorithm="gptq", calibration_batches=2)
+    # The loss of a language model on these texts, as the reward of rollouts is no loss of held-out targets.
+    assert result.targets > 100 and 0 < result.loss_before < math.log(text_run.model.vocab_size) + 1
+    assert result.loss_after == pytest.approx(result.loss_before, rel=0.02)
+    assert run_config(out).objective.name == "grpo" and run_config(out).data.name == "rollouts"
 
 
 @pytest.mark.slow  # the README's example is the same flow

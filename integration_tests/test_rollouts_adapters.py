@@ -15,7 +15,7 @@ from stack_train.generation.static_engine import StaticEngine
 from stack_train.run.program import build_program
 from stack_train.run.train import train
 
-from .test_rollouts import cell, records
+from .test_rollouts import cell, records, write_untrained
 
 LORA = ("lora.rules={path: blocks, rank: 2, alpha: 4}", "objective.kl=0.1", "run.evaluate_every_steps=0")
 
@@ -34,9 +34,7 @@ HELD = {StaticEngine: lambda engine: engine._params, LLMEngine: lambda engine: e
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """The run whose model the adapters start from."""
-    folder = tmp_path_factory.mktemp("runs") / "base"
-    train(cell(folder, "run.steps=1", "checkpoint.every_steps=1", "run.evaluate_every_steps=0"))
-    return folder
+    return write_untrained(tmp_path_factory.mktemp("runs") / "base")
 
 
 @pytest.fixture

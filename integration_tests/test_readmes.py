@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import os
 import re
 import shlex
@@ -50,19 +51,25 @@ COMMANDS = sorted(
 )
 app_of = functools.cache(cli._app)
 RUN = "runs/mine"  # of the commands of the main README
-MIGRATION = ROOT / "docs" / "migration.md"  # its examples follow each other
+MIGRATION = "docs/migration.md"  # its examples follow each other
 TRAIN = """
 model: {name: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 128}
 data: {source: "text:text.txt", seq_tokens: 16, batch_size: 2, validation_fraction: 0}
 optimizer: {name: adamw}
 run: {steps: 1}
 """
-# One process for the blocks of a page, each with names of its own: starting costs more than a block.
+# Pages whose blocks run in one process, since starting it costs more than most blocks: those that train or serve a
+# run, the page that starts processes, and all others. Each block has names, and each page a directory, of its own.
+OF_RUNS = {"docs/start.md", *(f"packages/{name}/README.md" for name in ("train", "rl", "serve"))}
+OF_PROCESSES = {"docs/runtime.md"}
+OTHERS = set(PAGES) - OF_RUNS - OF_PROCESSES - {MIGRATION}
 EACH = """
-import sys
-for number, block in enumerate(sys.argv[1:]):
-    sys.stderr.write(f"block {number}\\n")
-    exec(compile(block, f"block {number}", "exec"), {"__name__": "__main__"})
+import json, os, sys
+for page, blocks in json.loads(sys.argv[1]).items():
+    os.chdir(page)
+    for number, block in enumerate(blocks):
+        sys.stderr.write(f"{page}, block {number}\\n")
+        exec(compile(block, f"{page}, block {number}", "exec"), {"__name__": "__main__"})
 """
 
 
@@ -79,12 +86,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "mine"
 
 
-@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks and ROOT / page != MIGRATION])
-def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if RUN in "".join(PAGES[page]):
-        (tmp_path / RUN).parent.mkdir()
-        (tmp_path / RUN).symlink_to(request.getfixturevalue("run"))
-    command = [sys.executable, "-W", "error", "-c", EACH, *PAGES[page]]
+@pytest.mark.parametrize("pages", [OF_RUNS, OF_PROCESSES, OTHERS], ids=["runs", "processes", "others"])
+def test_the_blocks_of_pages_run(pages: set[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    blocks = {}
+    for page in sorted(pages):
+        folder = tmp_path / page
+        folder.mkdir(parents=True)
+        if RUN in "".join(PAGES[page]):
+            (folder / RUN).parent.mkdir()
+            (folder / RUN).symlink_to(request.getfixturevalue("run"))
+        blocks[str(folder)] = PAGES[page]
+    command = [sys.executable, "-W", "error", "-c", EACH, json.dumps(blocks)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -92,7 +104,7 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, request: pytest.Fix
 @pytest.mark.slow
 def test_the_examples_of_the_migration_page_run_in_their_order(tmp_path: Path) -> None:
     interpreters = {"bash": ["bash", "-e", "-c"], "python": [sys.executable, "-W", "error", "-c"]}
-    found = re.findall(r"^```(bash|python)\n(.*?)^```", MIGRATION.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(bash|python)\n(.*?)^```", (ROOT / MIGRATION).read_text(), re.DOTALL | re.MULTILINE)
     assert len(found) >= 8
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for language, block in found:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import jax
 import jax.numpy as jnp
 import numpy as np
 import openai
@@ -108,10 +109,13 @@ def test_embeddings_equal_the_hidden_states_of_the_model(served: Served, directo
     assert checkpoint.tokenizer is not None
     texts = ["abc", "a", "Embeddings of " + 20 * "text "]
     model = checkpoint.model(checkpoint.load_params())
+    hidden_of = jax.jit(lambda tokens: model(tokens, jnp.arange(128)[None]).hidden[0])
     expected = []
     for text in texts:
-        tokens = jnp.array([checkpoint.tokenizer.encode(text)], jnp.int32)
-        last = np.asarray(model(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]).hidden[0, -1], np.float64)
+        tokens = checkpoint.tokenizer.encode(text)
+        padded = np.zeros((1, 128), np.int32)
+        padded[0, : len(tokens)] = tokens
+        last = np.asarray(hidden_of(padded)[len(tokens) - 1], np.float64)
         expected.append(last / np.linalg.norm(last))
     # The client asks for base64 unless it is given a format.
     for encoding in ({}, {"encoding_format": "float"}):
@@ -223,6 +227,7 @@ def test_a_full_queue_is_429(served: Served) -> None:
     assert served.metric("vllm:kv_cache_usage_perc") == 0
 
 
+@pytest.mark.slow  # starts another server; packages/serve/tests/openai/test_server.py has one with a fake engine
 def test_sigterm_lets_answers_end(directory: Path) -> None:
     server = Served(directory, "--max-sequences", "4", "--step-tokens", "16")
     stream = server.openai.completions.create(

@@ -52,7 +52,7 @@ NARROW = {
     | {"text_tokens": 4, "double_layers": 2, "single_layers": 2},
     "unet": {"image_size": 4, "widths": (64, 64), "heads": (2, 2), "transformer_layers": (0, 2), "blocks_per_level": 1}
     | {"text_dim": 64, "pooled_dim": 64, "text_tokens": 4, "size_features": 16},
-    "autoencoder_kl": {"image_size": 8, "widths": (64, 64), "groups": 4},
+    "autoencoder_kl": {"image_size": 8, "widths": (64, 64), "groups": 4, "blocks_per_level": 1},
     "qwen3_next": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32}
     | {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
     "qwen3_5": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32},

@@ -51,9 +51,8 @@ def trained(program, values):
     return losses, state, start
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "lora" else pytest.mark.slow) for name in SECTIONS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SECTIONS)
 def test_what_a_transform_trains_on_a_bfloat16_checkpoint_is_float32(name):
     published, wide = (trainer_of(SECTIONS[name], dtype) for dtype in ("bfloat16", "float32"))
     values = jax.tree.map(
@@ -65,6 +64,14 @@ def test_what_a_transform_trains_on_a_bfloat16_checkpoint_is_float32(name):
     assert losses == expected_losses and (vector(state.params) == vector(expected.params)).all()
     assert floats((state.params, state.opt_state)) == {"float32"}
     assert np.mean(vector(state.params) != start) > 0.94
+    if name == "lora":
+        assert floats(state.frozen) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_trained_parameters_and_moments_are_float32_whatever_the_checkpoint_has(name):
+    state = trainer_of(SECTIONS[name], "bfloat16").abstract_state
+    assert floats((state.params, state.opt_state)) == {"float32"}
     if name == "lora":
         assert floats(state.frozen) == {"bfloat16"}
 

@@ -16,10 +16,10 @@ from stack_serve.llm.engine import LLMEngine
 
 from .test_serving import CONFIG, model_of, opened
 
-GROUPS, GROUP_SIZE, SEQ_TOKENS = 3, 4, 32
+GROUPS, GROUP_SIZE, SEQ_TOKENS = 2, 3, 32
 ATTEMPTS = [Attempt(group, group) for group in range(GROUPS) for _ in range(GROUP_SIZE)]
-WIDE = EngineConfig(max_sequences=16, step_tokens=256, page_tokens=4)
-# Two sequences run and two wait, of twelve; the pages of two are one and a half.
+WIDE = EngineConfig(max_sequences=8, step_tokens=64, page_tokens=4)
+# Two sequences run and two wait, of six; the pages of two are one and a half.
 NARROW = EngineConfig(max_sequences=2, step_tokens=16, page_tokens=4, pages=12, max_tokens=SEQ_TOKENS, max_waiting=2)
 
 

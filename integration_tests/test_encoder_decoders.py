@@ -76,7 +76,7 @@ def test_adapters_of_both_stacks_learn_and_go_to_peft(adapted, folder, tmp_path)
 
 
 def test_a_quantized_one_generates(folder, tmp_path):
-    main(["quantize", str(folder / "base"), "--recipe", "w8a8", "--out", str(tmp_path / "int8")])
+    main(["quantize", str(folder / "base"), "--recipe=w8a8", "--out", str(tmp_path / "int8"), "--evaluation-batches=0"])
     model = stack_train.load(tmp_path / "int8")
     params = jax.tree.leaves(model.checkpoint.load_params(), is_leaf=is_quantized)
     # Seven matrices of the encoder's layers and eleven of the decoder's.

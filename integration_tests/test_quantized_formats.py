@@ -89,6 +89,7 @@ def test_every_type_is_written_in_codes(run, tmp_path):
     assert {group["format"] for group in section["config_groups"].values()} == WRITTEN
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
 @pytest.mark.parametrize(("kind", "tile", "size"), [("int3", 8, 8), ("int6", None, -1)])
 def test_gptq_stands_for_the_floats_of_the_run(kind, tile, size, zeros, run, tmp_path, capsys):

@@ -57,6 +57,7 @@ def large_server(serve: Callable[..., Served]) -> Served:
     return serve(engine, model=checkpoint(max_positions=2**20), max_choices=1000)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "body",

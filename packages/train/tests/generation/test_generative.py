@@ -21,6 +21,8 @@ from stack_core.ops import Head
 from stack_train.generation.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig
 
+from ..random_models import draw_model
+
 CONFIG = LlamaConfig(
     vocab_size=24, embed=16, layers=3, heads=4, kv_heads=2, head_dim=8, mlp=20, max_positions=32, attention_bias=True
 )
@@ -30,7 +32,7 @@ POSITIONS = jnp.tile(jnp.arange(6), (2, 1))
 
 @pytest.fixture(scope="module")
 def model():
-    return jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
+    return draw_model(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))
 
 
 @pytest.fixture

@@ -98,7 +98,11 @@ def test_a_part_trained_on_another_run_reads_its_source_and_refuses_a_changed_on
 
 
 @pytest.mark.parametrize(
-    "optimizer", [{"ema_decay": 0.9}, {"name": "schedule_free", "schedule": {"decay": "constant"}}]
+    "optimizer",
+    [
+        {"ema_decay": 0.9},
+        pytest.param({"name": "schedule_free", "schedule": {"decay": "constant"}}, marks=pytest.mark.slow),
+    ],
 )
 def test_averages_are_evaluated_and_exported(config_of, optimizer):
     config = config_of("averaged", optimizer={"groups": {}, **optimizer})

@@ -21,8 +21,9 @@ from ..openai.fake_engine import EOS
 from .constrained import byte_checkpoint
 from .tiny_checkpoint import TinyCheckpoint
 
-# Pages for one and a half of the longest continuations, so that four of them preempt one another.
-CONFIG = EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4, pages=96, max_waiting=10_000)
+# Pages for one of the longest continuations, so that four of them preempt one another. Programs are those of
+# `test_speculative_engine`, so JAX's cache has them.
+CONFIG = EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4, pages=64, max_waiting=10_000)
 # All schemas are read as draft 2020-12, in which a `$id` beside `$ref` has an effect; draft 7 ignored it.
 SUITE = [
     entry
@@ -169,8 +170,7 @@ def test_rows_without_a_constraint_generate_beside_others_what_they_generate_alo
 
 
 def test_rows_without_a_constraint_use_the_programs_of_an_engine_without_constraints() -> None:
-    engine = LLMEngine(byte_checkpoint(), EngineConfig(max_sequences=2, step_tokens=16))
-    with engine:
+    with LLMEngine(byte_checkpoint(), CONFIG) as engine:
         run(engine, request_of("plain", max_tokens=20))
         assert "forward" not in {kind for kind, *_ in engine._programs._compiled.programs}
         run(engine, request_of("constrained", Constraint(choice=("abcdef",)), max_tokens=20))
@@ -219,7 +219,7 @@ def test_other_settings_act_within_the_language(
 
 def test_a_model_without_end_tokens_ends_with_the_language() -> None:
     checkpoint = byte_checkpoint(end_tokens=frozenset())
-    with LLMEngine(checkpoint, EngineConfig(max_sequences=2, step_tokens=16)) as engine:
+    with LLMEngine(checkpoint, CONFIG) as engine:
         (updates,) = run(engine, request_of("endless", Constraint(choice=("yes", "no"))))
     assert text_of(updates) in ("yes", "no") and reasons_of(updates) == {"stop"}
 

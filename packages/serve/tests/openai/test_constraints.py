@@ -22,6 +22,8 @@ from .fake_engine import EOS, SPECIAL, TEMPLATE, WORDS, ByteTokenizer
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
+# Programs are those of `test_constrained_generation`, so JAX's cache has them.
+CONFIG = EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4, pages=64)
 SCHEMA = {
     "type": "object",
     "properties": {"b": {"type": "string", "maxLength": 6}, "a": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -144,7 +146,7 @@ def constrained_server() -> Iterator[Served]:
     """A server of a random model."""
     names = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     checkpoint = byte_checkpoint(chat_template=TEMPLATE + names)
-    engine = LLMEngine(checkpoint, EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4))
+    engine = LLMEngine(checkpoint, CONFIG)
     with starting() as start:
         yield start(engine, model=checkpoint)
 
@@ -325,7 +327,7 @@ def thinking_client() -> Iterator[openai.OpenAI]:
     )
     names = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     checkpoint = byte_checkpoint(tokenizer=Thinking(), chat_template=names + TEMPLATE + ending)
-    engine = LLMEngine(checkpoint, EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4))
+    engine = LLMEngine(checkpoint, CONFIG)
     with starting() as start:
         host, port = start(engine, model=checkpoint).address
         with openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:

@@ -1,7 +1,6 @@
 """Whatever comes over a connection, and however it ends: no fault, no hang, nothing left in the engine."""
 
 import contextlib
-import functools
 import json
 import random
 import socket
@@ -14,9 +13,9 @@ import pytest
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 
-from ..llm.tiny_checkpoint import TinyCheckpoint, random_params
+from ..llm.constrained import byte_checkpoint
 from .conftest import Served
-from .fake_engine import VOCAB_SIZE, FakeEngine, checkpoint
+from .fake_engine import FakeEngine
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/nothing")
 PATHS += ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
@@ -110,17 +109,14 @@ def status_after(server: Served, source: random.Random) -> int | None:
 
 
 def the_engine_itself() -> LLMEngine:
-    """A model of its own behind the interface, with pages for one long request and a short one."""
-    return LLMEngine(
-        CHECKPOINT, EngineConfig(max_sequences=2, step_tokens=4, page_tokens=4, pages=20, decode_repeats=1)
-    )
+    """A model behind the interface, with pages for one of the longest requests.
+
+    Programs are those of `test_constraints`, so JAX's cache has them.
+    """
+    return LLMEngine(CHECKPOINT, EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4, pages=64))
 
 
-CHECKPOINT = TinyCheckpoint(
-    **{name: getattr(checkpoint(), name) for name in ("tokenizer", "end_tokens", "chat_template", "special_tokens")},
-    read=functools.partial(random_params, vocab=VOCAB_SIZE),
-    vocab_size=VOCAB_SIZE,
-)
+CHECKPOINT = byte_checkpoint()
 
 
 @pytest.mark.parametrize("make_engine", [lambda: FakeEngine(step_s=0.001, most=10_000), the_engine_itself])

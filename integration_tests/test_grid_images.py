@@ -127,6 +127,7 @@ def drafts_always(monkeypatch):
     monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 1e-9)
 
 
+@pytest.mark.slow  # starts another engine
 def test_answers_are_the_same_with_drafts_and_preemption(llm, checkpoint, drafts_always):
     conversations = [messages for messages, _ in CONVERSATIONS]
     speculation = SpeculationConfig(tokens=5, min_match=1, max_match=3)

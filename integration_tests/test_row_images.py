@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory):
         kv_heads=2,
         head_dim=8,
         mlp=64,
-        layers=2,
+        layers=1,
         max_positions=96,
         dtype="float32",
         initializer_std=0.5,
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory):
         image_break=" ? ",
         image_end=" ! ",
         longest_edge=24,
-        vision=PixtralTowerConfig(embed=24, heads=2, mlp=48, layers=2, patch=3),
+        vision=PixtralTowerConfig(embed=24, heads=2, mlp=48, layers=1, patch=3),
     )
     return generative_checkpoint(make_model(config), config, name="eyes", tokenizer=directory, origin=None)
 

@@ -75,8 +75,15 @@ def test_a_tokenizer_of_another_vocabulary_is_named(folder, source):
         check(resolve(config(str(folder / "copied"))))
 
 
-def test_a_resumed_run_may_change_what_is_allowed_and_notes_it(folder, source):
-    train(parse(RunConfig, mapping(folder, "changed")))
+@pytest.fixture(scope="module")
+def finished(folder):
+    """A finished run, to copy."""
+    train(parse(RunConfig, mapping(folder, "finished")))
+    return folder / "finished"
+
+
+def test_a_resumed_run_may_change_what_is_allowed_and_notes_it(folder, finished):
+    shutil.copytree(finished, folder / "changed")
     changes = {"data": {"batch_size": 8}, "optimizer": {"learning_rate": 1e-4, "schedule": {"decay": "constant"}}}
     changed = parse(RunConfig, mapping(folder, "changed", "b", run={"steps": 6}, **changes))
     choices = folder / "changed" / "ops.json"
@@ -138,7 +145,7 @@ def test_files_that_were_added_are_named_and_noted(folder):
     assert train(longer, resume=True, allow=["data.source"]).step == 6
     (note,) = map(json.loads, (folder / "grown" / "changes.jsonl").read_text().splitlines())
     assert note["changes"] == [line]
-    assert train(parse(RunConfig, config | {"run": {"steps": 7}}), resume=True).step == 7  # they are the run's by now
+    build(parse(RunConfig, config | {"run": {"steps": 7}}), resume=True)  # they are the run's by now
 
 
 def test_the_smallest_config_is_a_run(folder):

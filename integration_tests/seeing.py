@@ -76,13 +76,13 @@ def make_grid_config(**changes: Any) -> Qwen3VLConfig:
         "head_dim": 8,
         "rope_sections": (2, 1, 1),
         "mlp": 64,
-        "layers": 2,
+        "layers": 1,
         "max_positions": 96,
         "dtype": "float32",
         "image_token": 4,
         "min_pixels": 36,
         "max_pixels": 36 * 16,
-        "vision": QwenTowerConfig(embed=24, heads=2, mlp=48, layers=2, patch=3, position_side=3, deepstack=(0,)),
+        "vision": QwenTowerConfig(embed=24, heads=2, mlp=48, layers=1, patch=3, position_side=3, deepstack=(0,)),
     }
     return Qwen3VLConfig(**{**fields, **changes})
 

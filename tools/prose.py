@@ -129,7 +129,7 @@ def main() -> int:
         rate, names, lines = measure(part)
         over = over or rate > max_markers or names > max_names
         budget = f"(budget {max_markers:.1f} and {max_names})"
-        print(f"{part}: {rate:.1f} markers per 1,000 words, {names} odd names {budget}")
+        print(f"{part}: {rate:.2f} markers per 1,000 words, {names} odd names {budget}")
         if arguments.list:
             print("\n".join(f"  {line}" for line in lines))
     if over:

@@ -1,7 +1,7 @@
 """Data whose first training batches are divided into smaller ones.
 
-A stage with k batches for each batch of the data takes every k-th row of it, so that each device and each process has
-its share of the small batches: they are the same on any mesh and in any number of processes.
+A stage with k batches for each batch of the data takes every k-th row. Each device and each process then has its share
+of the small batches, which are the same on any mesh and in any number of processes.
 
 Source: McCandlish et al., An Empirical Model of Large-Batch Training, 2018 (arXiv:1812.06162), whose critical batch
 size grows during training; Megatron-LM's `rampup_batch_size`.
@@ -68,7 +68,7 @@ def check_ramp(stages: Sequence[RampStage], batch_size: int, parts: int = 1) -> 
 
 
 class RampedBatches(Batches):
-    """Data whose training batches have the rows of the stages, then those of the data."""
+    """Data whose training batches have the rows of the stages first, then `batch_size` rows."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RampedBatches(Batches):
           data: the data.
           stages: stages that `check_ramp` accepts.
           batch_size: rows of a batch of the data, over all processes.
-          rows: their places that the arrays of `data` hold; None for all.
+          rows: places of the rows that the arrays of `data` hold; None if they hold all rows.
         """
         self._data, self._stages, self._batch_size = data, stages, batch_size
         self._rows = np.arange(batch_size) if rows is None else rows
@@ -124,7 +124,7 @@ class _RampedIterator:
     ) -> None:
         self._batches, self._stages, self._rows = batches, stages, rows
         self._step = 0
-        self._batch: Batch | None = None  # of which parts are left
+        self._batch: Batch | None = None  # with parts that were not yielded
         self._before = batches.get_state()  # before `_batch`, or before the next one
 
     def __iter__(self) -> "_RampedIterator":
@@ -135,7 +135,7 @@ class _RampedIterator:
         if self._batch is None:
             self._batch = next(self._batches)
         batch, own = self._batch, self._rows % parts == part
-        if parts > 1:  # `row_ids` are those of all processes
+        if parts > 1:  # `row_ids` lists the rows of all processes
             batch = {name: array[part::parts] if name == "row_ids" else array[own] for name, array in batch.items()}
         self._step += 1
         if part == parts - 1:

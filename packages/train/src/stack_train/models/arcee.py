@@ -1,4 +1,4 @@
-"""Arcee: a Llama whose feed-forward layers have no gate and square their activations.
+"""Arcee: a Llama whose feed-forward layers lack a gate and square their activations.
 
 Outputs match transformers' `ArceeForCausalLM`.
 

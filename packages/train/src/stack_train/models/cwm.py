@@ -29,7 +29,7 @@ class CwmConfig(DecoderConfig):
     Attributes:
       name: selects this family.
       period: interval of global layers; layer i (from 0) is global if i % period == 0.
-      window: size of the attention window of the other layers in tokens, the query included.
+      window: size of the attention window of local layers in tokens, the query included.
       mlp_bias: adds biases to the projections of feed-forward layers.
     """
 

@@ -44,7 +44,7 @@ def spec(config: Exaone4Config) -> DecoderSpec:
     """Returns the architecture, with norms after attention and feed-forward layers, and of the heads."""
 
     def layer(kind: str) -> Layer:
-        positions = {"rope": None} if kind == _GLOBAL and config.window is not None else {}
+        positions = dict[str, Any](rope=None) if kind == _GLOBAL and config.window is not None else {}
         window = config.window if kind == _LOCAL else None
         attention = config.attention(head_norms=True, window=window, **positions)
         feed_forward = Gated(width=config.mlp)

@@ -58,7 +58,7 @@ class RunSettings:
       accumulation_steps: number of microbatches per batch, whose gradients are accumulated before the update. It must
         divide the batch size; 1 computes the gradients of a batch in one pass.
       ramp: stages of smaller batches at the start of the run, each with `rows` and `steps`. A batch of the data is
-        divided between several steps, so that each row is still trained on once. Batches have `data.batch_size` rows
+        divided between several steps, and each row is still trained on once. Batches have `data.batch_size` rows
         after the last stage.
       evaluate_every_steps: number of steps between evaluations; 0 evaluates only after the last step.
       minutes: wall minutes after which the session saves its state and ends, as after SIGTERM; `--resume` continues the

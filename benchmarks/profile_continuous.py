@@ -1,6 +1,6 @@
 """Measures what sampled Python stacks and the continuous mode take from a training run and from a served model.
 
-    nox -s bench -- profile_continuous                  # 20 rounds, 10 minutes
+    nox -s bench -- profile_continuous                  # 20 rounds, 13 minutes
     nox -s bench -- profile_continuous --rounds 2
 
 The training run does steps of 50 ms as fast as it can; the engine decodes 8 sequences at a time. A contender's block
@@ -132,7 +132,7 @@ class Tokens:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="of some 30 s each")
+    parser.add_argument("--rounds", type=int, default=20, help="of some 40 s each")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.rounds < 2:

@@ -9,9 +9,8 @@ that slowly changes. Blocks are short, so that many of them average what changes
 
 - `off again` is a third plain block: what chance makes.
 - `samples` has a sampler of Python stacks with ten times its default rate; a tenth of its loss is that of the default.
-- `continuous` is the continuous mode with ten times its default share of a processor, a capture of normal steps every
-  three seconds, and recordings for slow steps in between. Its loss is scaled down from the share that it measured to
-  the default share of 0.5%.
+- `continuous` is the continuous mode with up to 10% of a processor, a capture of normal steps every three seconds, and
+  recordings for slow steps in between. Its loss is scaled down from the share that it measured to the default share.
 
 Confidence intervals are of the median, by bootstrap over rounds. Writes `results/profile_continuous.md` and `.json`,
 and fails if a loss is surely over 1%; below five rounds, nothing is sure.

@@ -32,7 +32,7 @@ __all__ = ["HIGHEST_HZ", "STACKS_HZ", "StackSampler"]
 STACKS_HZ: Final = 20.0
 HIGHEST_HZ: Final = 1000.0
 # Processor time of a sample, 0.25% of a processor at the default rate. If samples take longer, because of many threads
-# or deep stacks, the interval grows. A sample stalls a program that uses all processors for several times as long.
+# or deep stacks, the interval grows.
 _MOST_SAMPLE_S: Final = 125e-6
 _DEEPEST: Final = 200  # frames of a stack; the outermost of deeper stacks are missing
 _MOST_RUNS: Final = 1_000_000

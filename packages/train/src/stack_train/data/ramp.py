@@ -77,10 +77,10 @@ class RampedBatches(Batches):
         batch_size: int,
         rows: Int64[np.ndarray, " own"] | None = None,
     ) -> None:
-        """Wraps data.
+        """Divides the first batches of `data`.
 
         Args:
-          data: the data.
+          data: data with batches of `batch_size` rows.
           stages: stages that `check_ramp` accepts.
           batch_size: rows of a batch of the data, over all processes.
           rows: places of the rows that the arrays of `data` hold; None if they hold all rows.

@@ -258,7 +258,7 @@ class TrainingLoop:
         mfu = None if ideal_step_s is None else ideal_step_s / duration_s
         if mfu is not None and mfu > 1:  # a CPU's peak is measured; above 1, the CPU was busy then: unknown
             mfu = None
-        # Other data with batches of fewer rows packs the same work into them.
+        # Packed rollouts do the same work in fewer rows; smaller batches of `run.ramp` do less.
         rate = self._work * (dispatched.share_of_rows if self.of.config.run.ramp else 1) / duration_s
         self._rates.append(rate)
         self.bus.emit(StepFinished(dispatched.step, metrics, duration_s, rate, mfu, dispatched.data_wait_s))

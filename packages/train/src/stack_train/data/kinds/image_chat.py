@@ -127,7 +127,7 @@ class ImageChatData:
             try:
                 sizes.append(reader.measure(contents))
             except DataError as error:
-                raise DataError(f"{name}: {_shown(url)}: {error}") from error
+                raise DataError(f"{name}: {_abbreviated(url)}: {error}") from error
             urls.append(url)
             return b""
 
@@ -142,8 +142,8 @@ class ImageChatData:
         return ImageConversation(found.name, found.tokens, found.supervised, images, digest.hexdigest())
 
 
-def _shown(url: str) -> str:
-    """Returns the URL for a message: a path as a whole, a data URL by its beginning."""
+def _abbreviated(url: str) -> str:
+    """Returns a URL for an error message: paths in full, only the beginning of data URLs."""
     return f"{url[:60]}..." if url.startswith("data:") else url
 
 
@@ -223,7 +223,7 @@ class ImageChatBatches(ChatBatches):
         return {**super()._rows(plan, rows), **found}
 
     def _decoded(self, index: int, url: str, size: ImageSize) -> ReadImage:
-        where = f"{self._examples[index].name}: {_shown(url)}"
+        where = f"{self._examples[index].name}: {_abbreviated(url)}"
         try:
             image = self._reader.read(_contents(url))
         except (DataError, GenerationError) as error:

@@ -62,9 +62,9 @@ def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _chosen(cases: list[pytest.Function]) -> set[int]:
-    """The indices of the cases to run: an op's contract marks them, and a greedy search finds those of other tests."""
+    """The indices of the cases to run: by turns for an op's contract, by a greedy search for other tests."""
     if all(case.callspec.params.keys() == {"check"} for case in cases):
-        return {place for place, case in enumerate(cases) if case.callspec.params["check"].is_covering}
+        return _chosen_checks(cases)
     (size,) = cases[0].get_closest_marker("covering").args or (1,)
     values = [sorted((name, id(value)) for name, value in case.callspec.params.items()) for case in cases]
     covered_by = [set(itertools.combinations(each, size)) for each in values]
@@ -74,6 +74,20 @@ def _chosen(cases: list[pytest.Function]) -> set[int]:
         missing -= covered_by[best]
         chosen.add(best)
         uses.update(values[best])
+    return chosen
+
+
+def _chosen_checks(cases: list[pytest.Function]) -> set[int]:
+    """The indices of an op's checks to run: of each case the covering aspect that the fewest cases before it have."""
+    aspects: dict[object, list[int]] = {}
+    for place, case in enumerate(cases):
+        if case.callspec.params["check"].is_covering and case.get_closest_marker("slow") is None:
+            aspects.setdefault(case.callspec.params["check"].case, []).append(place)
+    chosen, uses = set(), Counter()
+    for places in aspects.values():
+        best = min(places, key=lambda place: uses[cases[place].callspec.params["check"].aspect])
+        uses[cases[best].callspec.params["check"].aspect] += 1
+        chosen.add(best)
     return chosen
 
 

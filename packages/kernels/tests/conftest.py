@@ -1,30 +1,10 @@
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import pytest
 
-from stack_core.testing import OpCase, OpCheck
 from stack_kernels.jit_cpu import host
-
-FOLDER = Path(__file__).parent
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps one covering aspect of each case of a contract, by turns; the others are slow."""
-    cases: dict[tuple[str, OpCase], list[pytest.Item]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering") and FOLDER in item.path.parents:
-            check = item.callspec.params.get("check")
-            if isinstance(check, OpCheck) and check.is_covering and len(item.callspec.params) == 1:
-                cases.setdefault((item.nodeid.partition("[")[0], check.case), []).append(item)
-    for place, aspects in enumerate(cases.values()):
-        kept = aspects[place // 8 % len(aspects)]
-        for item in aspects:
-            if item is not kept:
-                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 from stack_core.ops.definitions.attention import REFERENCE as ATTENTION
 from stack_core.ops.references import attention_tiles
-from stack_core.testing import OpCase, OpCheck, Quantized, accelerator_checks, op_checks
+from stack_core.testing import OpCheck, Quantized, accelerator_checks, op_checks
 from stack_core.testing.op_contract import _poison_memory_for, draw
 
 OPS = (
@@ -48,21 +48,17 @@ SIMILAR = {
 
 
 def _contracts() -> Iterator[Any]:
-    """Yields all checks; by default each case but the similar ones runs in one of its covering aspects, by turns."""
+    """Yields all checks; those of similar cases and of sizes for accelerators are slow."""
     for op in OPS:
-        similar = SIMILAR.get(op, "").split()
-        cases: dict[OpCase, list[OpCheck]] = {}
-        for check in op_checks(op):
-            cases.setdefault(check.case, []).append(check)
-        assert {case.name for case in cases}.issuperset(similar)
-        for place, (case, checks) in enumerate(cases.items()):
-            covering = [check for check in checks if check.is_covering]
-            chosen = None if case.name in similar else covering[(1 + place // 8) % len(covering)]
-            for check in checks:
-                yield pytest.param(check, id=f"{op}-{check}", marks=() if check is chosen else pytest.mark.slow)
+        similar, checks = SIMILAR.get(op, "").split(), op_checks(op)
+        assert {check.case.name for check in checks}.issuperset(similar)
+        for check in checks:
+            marks = pytest.mark.slow if check.case.name in similar else ()
+            yield pytest.param(check, id=f"{op}-{check}", marks=marks)
         yield from (pytest.param(check, id=f"{op}-{check}", marks=pytest.mark.slow) for check in accelerator_checks(op))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", list(_contracts()))
 def test_reference_keeps_its_contract(check: OpCheck) -> None:
     check(importlib.import_module(f"stack_core.ops.definitions.{check.case.op}").REFERENCE)

@@ -234,12 +234,6 @@ class TrainingLoop:
         arrays = dict(batch)
         row_ids = arrays.pop("row_ids", None)
         shapes = None if rows is None else self.of.config.batches.spec(self.of.config.model)
-        if rows is not None and shapes is not None and (parts := len(rows) // len(next(iter(arrays.values())))) > 1:
-            # A stage of `run.ramp`, whose batch has every `parts`-th row.
-            rows = np.unique(rows // parts)
-            shapes = {
-                name: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype) for name, x in shapes.items()
-            }
         return shard_batch(self.of.program, arrays, rows=rows, shapes=shapes), row_ids
 
     def _finish(self, dispatched: _Dispatched | None) -> None:

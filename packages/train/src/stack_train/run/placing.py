@@ -1,5 +1,8 @@
 """Transfer of host batches to the devices of a mesh, with one or several processes."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import numpy as np
 from jaxtyping import Int64
@@ -29,15 +32,29 @@ def shard_batch(
     """Transfers a batch to the devices of a program's mesh.
 
     Args:
-      rows: row indices in the global batch that the arrays hold; None for processes that hold all rows.
-      shapes: global shapes of the arrays; required with `rows`.
+      rows: indices in a full global batch of the rows that this process holds; None for processes that hold all rows.
+        A smaller batch of `run.ramp` has every k-th row of a full one.
+      shapes: global shapes of the arrays of a full batch; required with `rows`.
     """
     # A process may hold only its own rows, and `device_put` takes complete arrays.
     if program.mesh.is_multi_process:
-        wholes = batch if rows is None or shapes is None else {name: shapes[name] for name in batch}
+        wholes: Mapping[str, Any] = batch
+        if rows is not None and shapes is not None:
+            rows, wholes = _of_batch(batch, rows, shapes)
         shardings = program.batch_shardings(wholes)
         return {name: _part(array, wholes[name].shape, shardings[name], rows) for name, array in batch.items()}
     return jax.device_put(dict(batch), program.batch_shardings(batch))
+
+
+def _of_batch(
+    batch: Batch, rows: Int64[np.ndarray, " own"], shapes: Shapes
+) -> tuple[Int64[np.ndarray, " own"], dict[str, jax.ShapeDtypeStruct]]:
+    """Returns the rows of a batch, full or smaller, that this process holds, and the batch's global shapes."""
+    parts = max(1, len(rows) // len(next(iter(batch.values()))))
+    wholes = {name: shapes[name] for name in batch}
+    return np.unique(rows // parts), {
+        name: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype) for name, x in wholes.items()
+    }
 
 
 def _part(

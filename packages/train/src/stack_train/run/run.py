@@ -65,6 +65,8 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
         check_state(program)
     traced = traced_step(config, program)
     batches = batches_of(resolved.data, config.objective)
+    batch_size = next(iter(batches.spec(config.model).values())).shape[0]
+    check_ramp(config.run.ramp, batch_size, program.batch_parts)
     data = build_data(processes, batches, lambda: batches.build(seed=config.run.seed, model=config.model))
     rows = None
     if not isinstance(data, Batches):
@@ -72,7 +74,7 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
             f"data.name {config.data.name!r} built a {type(data).__name__}; expected a stack_core.abi.data.Batches."
         )
     if config.run.ramp:
-        data = _ramped(config, data, program.batch_parts)
+        data = _ramped(config, data, batch_size)
     if processes.count > 1:
         local = local_rows(program, config.batches.spec(config.model))
         if (of_process := data.with_rows(local)) is not None:
@@ -93,14 +95,12 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
     )
 
 
-def _ramped(config: RunConfig, data: Batches, parts: int) -> Batches:
+def _ramped(config: RunConfig, data: Batches, batch_size: int) -> Batches:
     if isinstance(data, PolicyBatches):
         raise ConfigError(
             f"run.ramp divides batches of stored data, and data.name {config.data.name!r} makes its batches with the "
             "policy. Leave run.ramp out."
         )
-    batch_size = next(iter(config.batches.spec(config.model).values())).shape[0]
-    check_ramp(config.run.ramp, batch_size, parts)
     return RampedBatches(data, config.run.ramp, batch_size)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 from browser import CHROMIUM, Browser, open_browser
+from similar_cases import SIMILAR
 
 # A first example may compile for seconds, and a busy machine draws slowly; on CI the examples are always the same.
 hypothesis.settings.register_profile(
@@ -78,11 +79,16 @@ def _chosen(cases: list[pytest.Function]) -> set[int]:
 
 
 def _chosen_checks(cases: list[pytest.Function]) -> set[int]:
-    """The indices of an op's checks to run: of each case the covering aspect that the fewest cases before it have."""
+    """The indices of an op's checks to run: of each case the covering aspect that the fewest cases before it have.
+
+    Cases that others resemble are left out.
+    """
     aspects: dict[object, list[int]] = {}
     for place, case in enumerate(cases):
-        if case.callspec.params["check"].is_covering and case.get_closest_marker("slow") is None:
-            aspects.setdefault(case.callspec.params["check"].case, []).append(place)
+        check = case.callspec.params["check"]
+        is_similar = check.case.name in SIMILAR.get(check.case.op, ())
+        if check.is_covering and not is_similar and case.get_closest_marker("slow") is None:
+            aspects.setdefault(check.case, []).append(place)
     chosen, uses = set(), Counter()
     for places in aspects.values():
         best = min(places, key=lambda place: uses[cases[place].callspec.params["check"].aspect])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from similar_cases import SIMILAR
 
 from stack_core.ops.definitions.attention import REFERENCE as ATTENTION
 from stack_core.ops.references import attention_tiles
@@ -30,32 +31,16 @@ OPS = (
 )  # those that need several devices: test_collective_matmul.py, test_exchange.py, test_ring_attention.py
 
 
-# Cases whose options and sizes other cases of the op have too, most of them combined; by default they are left out.
-SIMILAR = {
-    "attention": "causal window_and_more_keys left_window bias mask_per_head segments scale narrow_values",
-    "gated_linear_unit": "one_quantized one_bias limit up_offset",
-    "linear": "quantized_by_tensor quantized_by_row_tile quantized_by_d_in quantized_uint8 quantized_fp8 w8a8_batch",
-    "linear_attention": "one_token wide_values without_decay without_beta",
-    "linear_cross_entropy": "sum all_ignored_none other_ignore_index whole_tiles z_loss label_smoothing bias softcap",
-    "low_rank": "first_of_several row_of_each_sequence more_adapters_than_rows",
-    "paged_attention": "mixed slot_major_decode keys_beside_values_decode keys_beside_values_options head_a_key_head "
-    "one_slot softcap ahead values_in_keys values_that_are_keys_of_no_queries pages_that_are_not_there "
-    "lengths_beyond_the_table negative_lengths starts_beyond_the_tokens starts_that_do_not_ascend infinity",
-    "ragged_dot": "one_group empty_groups only_rows_of_no_group one_row_a_group one_large_group bias "
-    "quantized_by_channel",
-    "state_space": "one_token",
-}
-
-
 def _contracts() -> Iterator[Any]:
-    """Yields all checks; those of similar cases and of sizes for accelerators are slow."""
+    """Yields all checks; those of sizes for accelerators are slow."""
     for op in OPS:
-        similar, checks = SIMILAR.get(op, "").split(), op_checks(op)
-        assert {check.case.name for check in checks}.issuperset(similar)
-        for check in checks:
-            marks = pytest.mark.slow if check.case.name in similar else ()
-            yield pytest.param(check, id=f"{op}-{check}", marks=marks)
+        yield from (pytest.param(check, id=f"{op}-{check}") for check in op_checks(op))
         yield from (pytest.param(check, id=f"{op}-{check}", marks=pytest.mark.slow) for check in accelerator_checks(op))
+
+
+@pytest.mark.parametrize("op", SIMILAR)
+def test_cases_that_are_left_out_by_default_exist(op: str) -> None:
+    assert {check.case.name for check in op_checks(op)} > SIMILAR[op]
 
 
 @pytest.mark.covering

@@ -5,7 +5,8 @@
 
 Writes the data, converts the model, evaluates it on 200 held-out sums, trains examples/sums.yaml with further SETTINGs
 of `stack train`, such as `--run.minutes 60`, and evaluates again. A second call resumes the training. DIRECTORY is
-`runs` by default. The prompt has three examples, because without them the model seldom answers with just the number.
+`runs` by default. The prompt has three examples, which the model continues; in a chat, it
+seldom answers with just the number.
 """
 
 import importlib.util
@@ -60,19 +61,11 @@ def write_data(directory: Path) -> None:
 
 
 def write(path: Path, sums: Iterable[tuple[int, int]]) -> None:
-    path.write_text("".join(json.dumps({"prompt": chat(*pair), "answer": str(sum(pair))}) + "\n" for pair in sums))
+    path.write_text("".join(json.dumps({"prompt": prompt(*pair), "answer": str(sum(pair))}) + "\n" for pair in sums))
 
 
-def chat(a: int, b: int) -> list[dict[str, str]]:
-    return [message for pair in EXAMPLES for message in (question(*pair), answer(*pair))] + [question(a, b)]
-
-
-def question(a: int, b: int) -> dict[str, str]:
-    return {"role": "user", "content": f"What is {a} + {b}?"}
-
-
-def answer(a: int, b: int) -> dict[str, str]:
-    return {"role": "assistant", "content": str(a + b)}
+def prompt(a: int, b: int) -> str:
+    return "".join(f"{left} + {right} = {left + right}\n" for left, right in EXAMPLES) + f"{a} + {b} ="
 
 
 if __name__ == "__main__":

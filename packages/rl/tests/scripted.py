@@ -16,7 +16,7 @@ END = 0
 
 
 class ScriptedEngine(Engine):
-    """An `Engine` whose continuation of a prompt is `answer(prompt)`, cut to the request's limit; all logprobs are -1.
+    """An `Engine` that continues a prompt by `answer(prompt)`, up to a stop token or the limit; all logprobs are -1.
 
     Attributes:
       requests: all that were submitted.
@@ -37,6 +37,8 @@ class ScriptedEngine(Engine):
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
         (request,) = (each for each in self.requests if each.request_id == request_id)
         whole = self._answer(request.prompt)
+        stops = [place for place, token in enumerate(whole) if token in request.sampling.stop_tokens]
+        whole = whole[: min(stops, default=len(whole)) + 1]
         tokens = whole[: request.sampling.max_tokens]
         for place, token in enumerate(tokens):
             yield GenerationUpdate(

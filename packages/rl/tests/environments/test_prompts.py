@@ -62,6 +62,15 @@ def test_an_answer_that_a_limit_cut_is_not_right(tmp_path):
     assert cut.tokens.tolist()[-2:] == [ord("4"), ord("2")] and cut.verdict == "wrong"
 
 
+def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(tmp_path):
+    source = sources(tmp_path, {"prompt": "6*7=", "answer": 42})
+    config = PromptsConfig(source=source, rewards=("exact",), stop=("\n",))
+    (episode,) = play(config, answer="42\n7*7=49")
+    assert episode.tokens.tolist()[-3:] == [*map(ord, "42\n")] and episode.verdict == "correct"
+    with pytest.raises(DataError, match=r"data.environment.stop: the tokenizer encodes '\\n\\n' as 2 tokens"):
+        play(PromptsConfig(source=source, rewards=("exact",), stop=("\n\n",)))
+
+
 def test_the_penalty_on_long_answers_is_refused_with_its_new_place(tmp_path):
     source = sources(tmp_path, {"prompt": "6*7=", "answer": 42})
     settings = {"name": "prompts", "source": source, "rewards": ["exact"], "overlong_tokens": 2}

@@ -32,6 +32,8 @@ class PromptsConfig:
       name: selects this environment.
       held_out: glob of the files with evaluation tasks; None disables evaluation.
       max_tokens: maximum number of tokens per answer.
+      stop: texts that end an answer like the model's end token and are not part of it, such as a line break. The
+        tokenizer must encode each as one token.
       too_long: handling of a prompt that leaves no room for an answer: raise an "error" or "drop" it.
     """
 
@@ -40,6 +42,7 @@ class PromptsConfig:
     name: Literal["prompts"] = "prompts"
     held_out: str | None = None
     max_tokens: PositiveInt = 128
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     too_long: Literal["error", "drop"] = "error"
 
     moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -64,7 +67,8 @@ class PromptsConfig:
         encode = _encoder(policy, tokenizer)
         training, held_out = ([encode(*record) for record in records] for records in self._records())
         fitting = [self._fitting(prompts, seq_tokens) for prompts in (training, held_out)]
-        return _Prompts(tokenizer, rewards, self.max_tokens, *fitting)
+        ends = tuple(_stop_token(tokenizer, text) for text in self.stop)
+        return _Prompts(tokenizer, rewards, self.max_tokens, ends, *fitting)
 
     def _records(self) -> tuple[list[Record], list[Record]]:
         held_out = [] if self.held_out is None else read_records(self.held_out, "data.environment.held_out")
@@ -87,6 +91,16 @@ class _Prompt:
     text: str
     tokens: tuple[int, ...]
     record: Mapping[str, Any]
+
+
+def _stop_token(tokenizer: Tokenizer, text: str) -> int:
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) != 1:
+        raise DataError(
+            f"data.environment.stop: the tokenizer encodes {text!r} as {len(tokens)} tokens, but only a single token "
+            "can end an answer."
+        )
+    return tokens[0]
 
 
 def _encoder(policy: GenerativeCheckpoint, tokenizer: Tokenizer) -> Callable[[str, Mapping[str, Any]], _Prompt]:
@@ -119,16 +133,18 @@ class _Prompts:
         tokenizer: Tokenizer,
         rewards: Sequence[tuple[str, Reward, float]],
         max_tokens: int,
+        stop_tokens: tuple[int, ...],
         training: Sequence[_Prompt],
         held_out: Sequence[_Prompt],
     ) -> None:
         self._tokenizer, self._rewards = tokenizer, rewards
-        self._max_tokens, self._training, self._held_out = max_tokens, training, held_out
+        self._max_tokens, self._stop_tokens = max_tokens, stop_tokens
+        self._training, self._held_out = training, held_out
         self.training, self.held_out = len(training), len(held_out)
 
     def episode(self, task: int, *, held_out: bool = False) -> Environment:
         prompt = self._prompt(task, held_out=held_out)
-        return _Episode(prompt, self._tokenizer, self._rewards, self._max_tokens)
+        return _Episode(prompt, self._tokenizer, self._rewards, self._max_tokens, self._stop_tokens)
 
     def name(self, task: int, *, held_out: bool = False) -> str:
         return self._prompt(task, held_out=held_out).name
@@ -146,9 +162,10 @@ class _Episode:
     tokenizer: Tokenizer
     rewards: Sequence[tuple[str, Reward, float]]
     max_tokens: int
+    stop_tokens: tuple[int, ...]
 
     async def reset(self) -> Observation:
-        return Observation(tokens=self.prompt.tokens, max_tokens=self.max_tokens)
+        return Observation(tokens=self.prompt.tokens, max_tokens=self.max_tokens, stop_tokens=self.stop_tokens)
 
     async def step(self, action: Action) -> StepResult:
         is_finished = action.finish_reason == "stop"

@@ -145,7 +145,7 @@ class Training:
         unfinished.rename(directory / "checkpoints" / f"{step:08d}.json")
 
 
-def run(directory, staleness, moment, refill_rounds, minibatches, formation):
+def run(directory, staleness, moment, refill_rounds, replay_groups, minibatches, formation):
     """Runs to the end, or until it dies.
 
     Args:
@@ -153,6 +153,7 @@ def run(directory, staleness, moment, refill_rounds, minibatches, formation):
       staleness: maximum staleness.
       moment: moment to die at, as "module:Class.method:before|after:nth call", or "never".
       refill_rounds: maximum number of rounds of groups that replace flat ones.
+      replay_groups: maximum number of stored groups that replace flat ones.
       minibatches: number of minibatches of a batch, which is used twice if there are several.
       formation: config of this process among several.
     """
@@ -160,11 +161,15 @@ def run(directory, staleness, moment, refill_rounds, minibatches, formation):
     if moment != "never":
         die_at(moment if moment.startswith("stack_") else f"{__name__}:{moment}")
     rollouts.registries = SimpleNamespace(engines={"static": Engine})
-    sizes = {"groups": 2, "group_size": 2, "seq_tokens": 8}
+    # With replay, the first checkpoint has stored groups, and the steps after it need them.
+    seed = 1 if replay_groups else 0
+    sizes = {"groups": 2, "group_size": 3 if replay_groups else 2, "seq_tokens": 8}
     several = {"epochs": 2, "minibatches": minibatches, "target_kl": 5.0} if minibatches > 1 else {}
     objective = DrGRPOConfig(refill_rounds=refill_rounds, **several)
-    settings = rollouts.RolloutData(environment=SleepyConfig(), **sizes, max_staleness=staleness)
-    data = settings.for_objective(objective).build(seed=0, model=None)
+    settings = rollouts.RolloutData(
+        environment=SleepyConfig(), **sizes, max_staleness=staleness, replay_groups=replay_groups
+    )
+    data = settings.for_objective(objective).build(seed=seed, model=None)
     (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
     processes.in_turn("files", lambda: [data.write(directory), (directory / "config.yaml").touch()])
     iterator = data.train_iterator()
@@ -184,8 +189,9 @@ def run(directory, staleness, moment, refill_rounds, minibatches, formation):
         step += 1
         used = [n for n in range(200) if data._ledger.is_used(n)]
         used = [n for n in used if not (n < before["frontier"] or n in before["beyond"])]
-        stale = float(batch["staleness"].max())
-        steps.append({"groups": used, "weights": weights.tolist(), "reward": batch["reward"].tolist(), "stale": stale})
+        stale, replayed = float(batch["staleness"].max()), float(batch["replayed_groups"].max())
+        found = {"weights": weights.tolist(), "reward": batch["reward"].tolist(), "stale": stale, "replayed": replayed}
+        steps.append({"groups": used, **found})
         data.update_weights({"w": jnp.asarray(weights)}, step, score)
         if step % EVERY == 0 or step == STEPS:
             state = iterator.get_state()

@@ -35,7 +35,7 @@ MOMENTS = (
 )
 
 
-def finished(directory, staleness, *moments, refill_rounds=0, minibatches=1, victims=None):
+def finished(directory, staleness, *moments, refill_rounds=0, replay_groups=0, minibatches=1, victims=None):
     """What the steps of a run used that was killed at each moment in turn, and then went on to its end.
 
     With `victims`, the run has two processes, of which the victim of each moment is killed, and then the other one.
@@ -48,7 +48,7 @@ def finished(directory, staleness, *moments, refill_rounds=0, minibatches=1, vic
         children = []
         for place, moment in enumerate(moments):
             formation = ProcessesConfig(**{"count": 2, "id": place, "coordinator": coordinator} if count == 2 else {})
-            arguments = (directory, staleness, moment, refill_rounds, minibatches, formation)
+            arguments = (directory, staleness, moment, refill_rounds, replay_groups, minibatches, formation)
             children.append(PROCESSES.Process(target=run, args=arguments))
             children[-1].start()
         return children
@@ -140,6 +140,17 @@ def test_groups_that_were_drawn_in_place_of_flat_ones_outlive_a_kill(tmp_path, s
     if not staleness:
         assert steps == finished(whole, 0, refill_rounds=3)
         assert used == list(range(len(used)))
+
+
+def test_stored_groups_that_replace_flat_ones_outlive_a_kill(tmp_path):
+    """The first kill is before the checkpoint of a written buffer, the second one before old buffers are deleted."""
+    moments = ("stack_rl.replay:ReplayFiles.save:after:1", "stack_rl.replay:ReplayFiles.keep:before:1")
+    whole, cut = (tmp_path / "whole", tmp_path / "cut")
+    whole.mkdir(), cut.mkdir()
+    steps = finished(cut, 0, *moments, replay_groups=3)
+    assert steps == finished(whole, 0, replay_groups=3)
+    assert [each["replayed"] for each in steps] == [0, 0, 0, 0.5, 0.5, 0.5, 1, 0]
+    assert {each.stem for each in (cut / "replay" / "0").iterdir()} <= {"00000006", "00000008"}
 
 
 @pytest.mark.slow  # two processes each

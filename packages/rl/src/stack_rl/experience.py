@@ -32,7 +32,7 @@ _TOKENS: Final = {
 # Objectives report the mean over episodes of each of these, as of every array[rows] except `real`, `dropped` and
 # `share`. `real` is the number of episodes of a row; `padding` is the padding of the whole batch.
 _OF_EPISODES: Final = ("reward", "correct", "unchecked", "unparsed", "action_tokens", "staleness", "truncated")
-_OF_GROUPS: Final = ("flat_groups", "drawn_groups")
+_OF_GROUPS: Final = ("flat_groups", "drawn_groups", "replayed_groups")
 _ROWS: Final = ("real", "dropped", "share", "padding", *_OF_EPISODES, *_OF_GROUPS)
 
 

@@ -12,7 +12,7 @@ from stack_core.abi.errors import DataError
 from stack_rl.choosing import Memory
 from stack_rl.contracts import Trajectory
 
-__all__ = ["Group", "Ledger", "trained_on"]
+__all__ = ["Group", "Ledger", "groups_from_bytes", "groups_to_bytes", "trained_on"]
 
 # Serialized in little-endian order on every machine.
 _ARRAYS: Final = {"tokens": "<i4", "sampled": "?", "logprobs": "<f4", "versions": "<i4", "rewards": "<f4"}
@@ -85,6 +85,23 @@ class Group:
         there = iter([buffers.trajectory(each) for each in head["trajectories"]])
         trajectories = [None if dropped else next(there) for dropped in head["dropped"]]
         return cls(number, head["version"], head["digest"], trajectories, head["batch"])
+
+
+def groups_to_bytes(groups: Sequence[Group]) -> bytes:
+    """Serializes groups as a line of JSON with their numbers and sizes, followed by each group."""
+    written = [each.to_bytes() for each in groups]
+    head = [[each.number, len(part)] for each, part in zip(groups, written, strict=True)]
+    return b"\n".join([json.dumps(head).encode(), *written])
+
+
+def groups_from_bytes(written: bytes) -> list[Group]:
+    """Deserializes groups written by `groups_to_bytes`."""
+    line, _, _ = written.partition(b"\n")
+    found, place = list[Group](), len(line) + 1
+    for number, size in json.loads(line):
+        found.append(Group.from_bytes(number, written[place : place + size]))
+        place += size + 1
+    return found
 
 
 def trained_on(groups: Sequence[Group], count: int) -> list[Group]:

@@ -42,6 +42,7 @@ from stack_rl.packing import PackedRows, row_counts
 from stack_rl.placing import ShardedCheckpoint
 from stack_rl.progress import RewardMonitor
 from stack_rl.reference import Reference, ReferenceConfig
+from stack_rl.replay import ReplayBuffer, ReplayFiles
 from stack_rl.reward_parts import part_shapes
 from stack_rl.rollout_journal import RecordedBatch, RolloutJournal
 from stack_rl.samples import MOST_SAMPLES, SAMPLES_FILE, write_samples
@@ -109,6 +110,8 @@ class RolloutData:
         batch off-policy.
       stale_keys: handling of the KV cache when the engine receives new weights: "keep" its entries, or "recompute" them
         with the new weights.
+      replay_groups: maximum number of groups with unequal rewards that are stored after their use. Each of them may
+        replace a later group with equal rewards, newest first and at most once; 0 disables the replay.
       packed: True packs several episodes into a row for training and scoring, as segments that do not attend to each
         other. Batches then have fewer rows, and each new number of rows compiles another program, at most two per
         halving of the rows. Evaluation and `reference` are not packed.
@@ -135,6 +138,7 @@ class RolloutData:
     max_candidates: PositiveInt = 64
     max_staleness: NonNegativeInt = 0
     stale_keys: Literal["keep", "recompute"] = "keep"
+    replay_groups: NonNegativeInt = 0
     packed: bool = False
 
     moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -319,6 +323,8 @@ class RolloutBatches(PolicyBatches):
         self._resumed_updates = 0
         self._journal: RolloutJournal | None = None
         self._directory: Path | None = None
+        self._replay = ReplayBuffer(config.data.replay_groups)
+        self._replay_files: ReplayFiles | None = None
         self._row_counts: tuple[int, ...] = ()
 
     def split_rows(self, parts: int) -> Sequence[int]:
@@ -401,6 +407,8 @@ class RolloutBatches(PolicyBatches):
         """Acknowledges the groups that the saved checkpoint was trained on."""
         if self._journal is not None:
             self._journal.saved(step, steps)
+        if self._replay_files is not None:
+            self._replay_files.keep(step, steps)
 
     def close(self) -> None:
         """Stops all running episodes. Sampled groups stay in the journal."""
@@ -445,6 +453,9 @@ class RolloutBatches(PolicyBatches):
                 for left in [directory / SAMPLES_FILE, *directory.glob("rollouts-*.journal*")]:
                     left.unlink(missing_ok=True)
             place = self._share.processes.id
+            self._replay_files = ReplayFiles(directory, place)
+            if is_new:
+                self._replay_files.clear()
             name = f"rollouts-{place}.journal" if place else "rollouts.journal"
             self._journal = RolloutJournal.open(directory / name, new=is_new)
 
@@ -489,7 +500,9 @@ class RolloutBatches(PolicyBatches):
             next_update = 0
         groups = play.supply.take(weights) if recorded is None else self._share.gather(recorded.groups)
         version = weights.version if recorded is None else recorded.version
-        chosen = trained_on(groups, self._data.groups)
+        chosen, replay_before = trained_on(groups, self._data.groups), self._replay
+        if self._replay.size:
+            chosen, self._replay = self._replay.replace_flat(chosen)
         found = [each for group in chosen for each in group.trajectories]
         if all(each is None for each in found):
             raise DataError("Every episode of a batch failed and was dropped; set data.on_failure: stop to see why.")
@@ -497,6 +510,8 @@ class RolloutBatches(PolicyBatches):
             play.monitor.check(found)
         whole = self._laid_out(found, version, self._data.policy_sampling)
         whole["drawn_groups"][:] = len(groups) / self._data.groups
+        drawn = {each.number for each in groups}
+        whole["replayed_groups"][:] = np.mean([each.number not in drawn for each in chosen])
         scores = self._score(whole) if recorded is None else recorded.scores
         if journal is not None and recorded is None:
             own = [each.number for each in self._share.select(groups)]
@@ -510,7 +525,9 @@ class RolloutBatches(PolicyBatches):
             # During the warm-up, `returns` train the critic, and advantages of 0 keep rewards from the policy.
             whole["advantages"] = np.zeros_like(whole["advantages"])
         logprobs = scores.get("policy_logprobs")
-        return CurrentBatch(number, whole, found, logprobs, self._algorithm, self._seed, before, next_update)
+        return CurrentBatch(
+            number, whole, found, logprobs, self._algorithm, self._seed, before, replay_before, next_update
+        )
 
     def _recorded(self, journal: RolloutJournal, weights: Weights, *, is_begun: bool) -> RecordedBatch | None:
         """Returns the next batch from the journal, or None if it has to be sampled.
@@ -538,13 +555,18 @@ class RolloutBatches(PolicyBatches):
         # Within a batch, the position is before the batch, which a resumed run takes from the journal.
         within = current is not None and current.remaining > 0
         ledger = current.before if current is not None and within else self._ledger.state()
+        replay = current.replay_before if current is not None and within else self._replay
+        if replay.groups and self._replay_files is not None:
+            self._replay_files.save(self._version, replay)
         updates = {"update": current.next_update if current is not None and within else 0, "updates": self._updates}
         if self._journal is not None:
             self._journal.position(self._version, ledger["batches"])
-        return {"step": self._version, **ledger, **updates}
+        return {"step": self._version, **ledger, **updates, "replayable": len(replay.groups)}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._ledger.restore(state)
+        if self._replay.size and state.get("replayable") and self._replay_files is not None:
+            self._replay = self._replay_files.load(state["step"], self._replay.size)
         # With other numbers of updates, allowed by `--allow`, the rest of the batch is not defined.
         self._resumed_updates = state["update"] if state["updates"] == self._updates else 0
         if self._journal is not None:

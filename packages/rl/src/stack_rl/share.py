@@ -1,12 +1,11 @@
 """Division of a run's episodes between its processes."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stack_core.abi.errors import ConfigError
 from stack_core.runtime.processes import ALONE, Processes
-from stack_rl.groups import Group
+from stack_rl.groups import Group, groups_from_bytes, groups_to_bytes
 
 __all__ = ["Share"]
 
@@ -56,15 +55,8 @@ class Share:
         """
         if self.processes.count == 1:
             return list(groups)
-        written = [each.to_bytes() for each in groups]
-        head = [[each.number, len(part)] for each, part in zip(groups, written, strict=True)]
-        found = list[Group]()
-        for message in self.processes.bytes_from_each("groups", b"\n".join([json.dumps(head).encode(), *written])):
-            line, _, _ = message.partition(b"\n")
-            place = len(line) + 1
-            for number, size in json.loads(line):
-                found.append(Group.from_bytes(number, message[place : place + size]))
-                place += size + 1
+        messages = self.processes.bytes_from_each("groups", groups_to_bytes(groups))
+        found = [group for message in messages for group in groups_from_bytes(message)]
         return sorted(found, key=lambda each: each.number)
 
     def agree(self, label: str, value: bool) -> bool:

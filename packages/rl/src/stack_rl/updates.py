@@ -12,6 +12,7 @@ from stack_core.abi.errors import ConfigError
 from stack_rl.contracts import Trajectory
 from stack_rl.experience import update_batch
 from stack_rl.objectives.policy import PolicyConfig
+from stack_rl.replay import ReplayBuffer
 
 __all__ = ["CurrentBatch", "check_minibatches", "mean_kl", "update_rows"]
 
@@ -31,6 +32,7 @@ class CurrentBatch:
       algorithm: the algorithm.
       seed: seed of the order of rows.
       before: state of the ledger before the batch.
+      replay_before: buffer of stored groups before the batch.
       next_update: number of the next update within the batch, from 0.
     """
 
@@ -41,6 +43,7 @@ class CurrentBatch:
     algorithm: PolicyConfig
     seed: int
     before: Mapping[str, Any]
+    replay_before: ReplayBuffer
     next_update: int = 0
 
     @property

@@ -23,6 +23,7 @@ def stack_register_methods(registry: Registrar) -> None:
 def stack_register_algorithms(registry: Registrar) -> None:
     registry.add("nearest", "stack_quant.algorithms.nearest:NEAREST")
     registry.add("gptq", "stack_quant.algorithms.gptq:GPTQ")
+    registry.add("autoround", "stack_quant.algorithms.autoround:AUTOROUND")
     registry.add("hqq", "stack_quant.algorithms.hqq:HQQ")
     registry.add("awq", "stack_quant.algorithms.awq:AWQ")
     registry.add("smoothquant", "stack_quant.algorithms.smoothquant:SMOOTHQUANT")

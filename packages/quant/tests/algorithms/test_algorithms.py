@@ -130,6 +130,27 @@ def test_a_layer_sees_the_outputs_of_the_quantized_layers_before_it() -> None:
     assert agree[0] > 0.99 > agree[1]
 
 
+@pytest.mark.parametrize(("kind", "calibration"), [("int4", "absmax"), ("int3", "minmax")])
+def test_autoround_lowers_the_error_further_with_more_steps(kind: str, calibration: str) -> None:
+    rules = [
+        Rule(path="w", weights=kind, tile_size=32, weight_calibration=calibration, algorithm=algorithm)
+        for algorithm in ("autoround", "autoround,steps=10", None)
+    ]
+    many, few, rounded = (error_of(linear, {"w": weight()}, rule) for rule in rules)
+    assert many < 0.7 * rounded and many < few < rounded
+
+
+def test_autoround_keeps_exact_codes_and_refuses_uneven_ones() -> None:
+    # Halves have exact codes, and their error of 0 is the smallest, so neither ranges nor codes may change.
+    halves = jnp.round(jax.random.uniform(jax.random.key(4), (D_IN, D_OUT), minval=-7, maxval=7)).at[0].set(7) / 2
+    rule = Rule(path="w", weights="int4", algorithm="autoround,steps=20")
+    held = quantize_function(linear, {"w": halves}, rule, STREAM[0], stream=STREAM).params["w"]
+    np.testing.assert_array_equal(held.codes.astype(int), 2 * halves)
+    with pytest.raises(QuantError, match="w: autoround learns offsets of evenly spaced codes, which nf4 has not"):
+        rule = Rule(path="w", weights="nf4", algorithm="autoround")
+        quantize_function(linear, {"w": halves}, rule, STREAM[0], stream=STREAM)
+
+
 def test_hqq_lowers_the_robust_error_without_a_stream() -> None:
     params = {"w": jax.random.t(jax.random.key(2), 3.0, (D_IN, D_OUT))}
 

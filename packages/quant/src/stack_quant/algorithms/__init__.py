@@ -86,7 +86,7 @@ def parse_algorithms(text: str) -> tuple[Step, ...]:
     if stages != sorted(set(stages)):
         raise errors.ArgumentError(
             f"algorithm={text!r}: combine at most one algorithm for the scales of inputs (awq, smoothquant), one "
-            "rotation (hadamard) and one algorithm for the codes (gptq, hqq), in this order."
+            "rotation (hadamard) and one algorithm for the codes (gptq, autoround, hqq), in this order."
         )
     return steps
 

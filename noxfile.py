@@ -179,7 +179,9 @@ def tests(session: nox.Session, package: str) -> None:
             session.env["XLA_FLAGS"] = QUICK_TO_COMPILE + quicker
     if package == "integration":
         _install(session, *PACKAGES, groups=("test",))
-        _pytest(session, ["integration_tests"], "--ignore=integration_tests/layering", NO_PARITY, "-m", "not slow")
+        # The packages' own tests check their annotations; checking them again would take a minute of CPU time.
+        options = ("--ignore=integration_tests/layering", NO_PARITY, "--jaxtyping-packages=", "-m", "not slow")
+        _pytest(session, ["integration_tests"], *options)
     else:
         _install(session, "core", package, *TEST_NEEDS.get(package, ()), groups=("test",))
         _pytest(session, [f"packages/{package}/tests"], "-m", "not slow")

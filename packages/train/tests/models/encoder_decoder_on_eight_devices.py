@@ -1,4 +1,4 @@
-"""Gradients of encoder-decoders on eight devices; `test_encoder_decoders.py` runs it in a process of its own."""
+"""Gradients of encoder-decoders on eight devices; `test_on_eight_devices.py` runs this."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ from stack_train.step.step import make_step
 SIZES = {"vocab_size": 48, "embed": 32, "layers": 2, "heads": 4, "head_dim": 8, "mlp": 64, "buckets": 8}
 SIZES |= {"max_distance": 12, "max_positions": 16, "dtype": "float32"}
 MODELS = (T5Config(**SIZES), UMT5Config(**SIZES, remat="full"))
-MESHES = ({"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8})
+MESHES = ({"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8})
 ROWS, SOURCE, TARGET = 16, 16, 12
 
 

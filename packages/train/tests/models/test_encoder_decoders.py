@@ -1,10 +1,6 @@
 """Encoder-decoders: a target sees its own source and its earlier tokens, and checkpoints come in several layouts."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -168,12 +164,3 @@ def test_programs_that_continue_prompts_refuse_it(tmp_path):
     checkpoint = open_for_generation(f"hf:{tmp_path}/hf", sources=True)
     with pytest.raises(GenerationError, match="hf is an encoder-decoder"):
         StaticEngine(checkpoint)
-
-
-@pytest.mark.parametrize("meshes", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=["one", "all"])
-def test_meshes_have_the_gradients_of_one_device(meshes):
-    script = Path(__file__).with_name("encoder_decoder_on_eight_devices.py")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    command = [sys.executable, "-W", "error", str(script), *meshes]
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Mixtures of experts on meshes of eight devices; `test_experts.py` runs this in a process that has eight.
+"""Mixtures of experts on meshes of eight devices; `test_on_eight_devices.py` runs this in a process that has eight.
 
 The argument `all` adds the other meshes to the one that splits rows and experts.
 """
@@ -20,7 +20,7 @@ from stack_train.models.qwen3_moe import Qwen3MoeConfig
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=48,
-    layers=3,
+    layers=2,
     embed=16,
     heads=4,
     kv_heads=2,
@@ -31,9 +31,14 @@ CONFIG = Qwen3MoeConfig(
     experts=16,  # at least two for a device: XLA removes a loop with one trip, which `flops` would count
     active_experts=3,
     expert_mlp=24,
-    dense_layers=(0,),
 )
-MESHES = ({"fsdp": 2, "expert": 4}, {"expert": 8}, {"data": 2, "expert": 2, "tensor": 2}, {"fsdp": 8})
+MESHES = (
+    {"fsdp": 2, "expert": 2},
+    {"fsdp": 2, "expert": 4},
+    {"expert": 8},
+    {"data": 2, "expert": 2, "tensor": 2},
+    {"fsdp": 8},
+)
 MOST_WORK = 1.1  # of a device's even share of the FLOPs
 ROWS, SEQ = 8, 12
 
@@ -75,7 +80,7 @@ def results(model, sizes):
     arrays = jax.device_put((params, *batch()), (shardings, *[inputs] * 3))
     compiled = compiled.lower(*arrays).compile()
     (value, facts), gradients = compiled(*arrays)
-    kernel = jax.device_put(params, shardings)["blocks"][1][0]["feed_forward"]["expert_up"]
+    kernel = jax.device_put(params, shardings)["blocks"][0][0]["feed_forward"]["expert_up"]
     parts = math.prod(sizes.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
     assert kernel.addressable_shards[0].data.size == kernel.size // parts
     return *jax.device_get((value, facts, gradients)), flops_beside_the_experts(compiled.as_text())

@@ -1,8 +1,3 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,13 +126,3 @@ def test_the_forward_pass_moves_the_bias_of_stacked_layers_and_a_cache_leaves_it
     np.testing.assert_allclose(bias, -0.01 * np.sign(load - 1 / 6), atol=1e-7)
     assert bias.shape == (2, 6) and not jnp.array_equal(bias[0], bias[1])
     assert not run(moves=False)[0].any()
-
-
-@pytest.mark.parametrize("meshes", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=["few", "all"])
-def test_eight_devices_give_what_one_gives(meshes):
-    """Losses, gradients and facts on meshes with an `expert` axis, in a process that has eight devices."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    script = Path(__file__).with_name("experts_on_eight_devices.py")
-    command = [sys.executable, "-W", "error", str(script), *meshes]
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -141,11 +142,10 @@ def a_run_resumes_on_another_mesh(root, texts):
     moved_on = config_of(root / "moved", texts, *OTHER_MESH)
     summary = run.train(whole)
     assert summary.step == 4 and math.isfinite(summary.validation_loss)
-    stop_after(2)
-    assert run.train(moved).stopped_by == "SIGTERM"
-    with CheckpointStore(root / "moved" / "checkpoints") as store:
-        stopped = store.latest()
-    saved, on_other_mesh = state_of(moved, stopped), state_of(moved_on, stopped)
+    shutil.copytree(whole.output, moved.output)
+    for step in (3, 4):
+        shutil.rmtree(root / "moved" / "checkpoints" / f"{step:08d}")
+    saved, on_other_mesh = state_of(moved, 2), state_of(moved_on, 2)
     assert_bitwise(saved[1], on_other_mesh[1])
     kernel = on_other_mesh[0].params["blocks"][0][0]["attention"]["query"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (2, 32, 8)

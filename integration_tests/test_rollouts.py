@@ -193,6 +193,7 @@ SEVERAL = (
 )
 
 
+@pytest.mark.slow  # a run; packages/rl/tests/objectives counts what is clipped
 def test_after_two_epochs_of_four_minibatches_tokens_are_clipped_as_numpy_counts_them(tmp_path):
     run = build(cell(tmp_path / "whole", *SEVERAL))
     counts, take = [], run.data.train_iterator

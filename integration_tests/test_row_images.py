@@ -69,6 +69,7 @@ CONVERSATIONS = [
 ]
 
 
+@pytest.mark.slow  # starts another engine; the tests of images in grids serve a similar model
 def test_answers_are_those_of_the_model_without_pages(llm, checkpoint):
     outputs = llm.chat([messages for messages, _ in CONVERSATIONS], GREEDY)
 

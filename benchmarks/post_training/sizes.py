@@ -1,4 +1,4 @@
-"""What both contenders compute: one Llama in float32, prompts of characters, and how a turn is asked for."""
+"""What all contenders compute: one Llama in float32, prompts of characters, and how a turn is asked for."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 VOCAB, LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP = 512, 4, 128, 4, 2, 32, 384
-ROWS, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 32
+ROWS, MANY_ROWS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 16, 32
 SFT_ROWS, SFT_TOKENS = 8, 128
 GROUPS, GROUP_SIZE = 4, 4
 WARM_UP, STEPS = 3, 8

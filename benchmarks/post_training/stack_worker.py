@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sizes import (
     KV_HEADS,
     LAYERS,
     LETTERS,
+    MANY_ROWS,
     MLP,
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -92,18 +94,18 @@ def grpo() -> Sequence[tuple[float, float]]:
     return trained("grpo", {"model": MODEL, "data": data, "objective": {"name": "grpo", "kl": 0.0}, "run": run})
 
 
-def sampling() -> Sequence[tuple[float, float]]:
+def sampling(rows: int) -> Sequence[tuple[float, float]]:
     policy = open_for_generation(str(FOLDER / "sft"))
-    engine = registries.engines["static"](policy, StaticEngineConfig(rows=ROWS))
+    engine = registries.engines["static"](policy, StaticEngineConfig(rows=rows))
     engine.start()
-    asked = [tuple(policy.tokenizer.encode(each)) for each in prompts(ROWS, 0)]
+    asked = [tuple(policy.tokenizer.encode(each)) for each in prompts(rows, 0)]
     options = {"max_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
 
     def once() -> None:
         for row, prompt in enumerate(asked):
             sampling = SamplingParams(**options, seed=row)
             engine.submit(GenerationRequest(request_id=f"{row}", prompt=prompt, sampling=sampling))
-        for row in range(ROWS):
+        for row in range(rows):
             (update,) = engine.stream(f"{row}")
             assert len(update.tokens) == NEW_TOKENS
 
@@ -113,4 +115,5 @@ def sampling() -> Sequence[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    serve({"sft": sft, "sampling": sampling, "grpo": grpo})
+    samplings = {"sampling": partial(sampling, ROWS), "sampling_64": partial(sampling, MANY_ROWS)}
+    serve({"sft": sft, "grpo": grpo, **samplings})

@@ -1,5 +1,6 @@
 """Measures Tunix's sampler, supervised step and GRPO step, in an environment that has Tunix."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from sizes import (
     KV_HEADS,
     LAYERS,
     LETTERS,
+    MANY_ROWS,
     MLP,
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -79,7 +81,7 @@ def model() -> Any:
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
 
 
-def sampling() -> list[tuple[float, float]]:
+def sampling(rows: int) -> list[tuple[float, float]]:
     sampler = Sampler(
         model(),
         Characters(),
@@ -87,7 +89,7 @@ def sampling() -> list[tuple[float, float]]:
             cache_size=PROMPT_TOKENS + NEW_TOKENS + 1, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
         ),
     )
-    asked = prompts(ROWS, 0)
+    asked = prompts(rows, 0)
 
     def once() -> None:
         found = sampler(asked, max_generation_steps=NEW_TOKENS, temperature=1.0, top_p=1.0, eos_tokens=[VOCAB - 1])
@@ -154,4 +156,5 @@ def grpo() -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    serve({"sampling": sampling, "sft": sft, "grpo": grpo})
+    samplings = {"sampling": partial(sampling, ROWS), "sampling_64": partial(sampling, MANY_ROWS)}
+    serve({"sft": sft, "grpo": grpo, **samplings})

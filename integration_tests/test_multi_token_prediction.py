@@ -109,6 +109,24 @@ def outcome(continuations):
     ]
 
 
+@pytest.fixture(scope="module")
+def predict(checkpoint):
+    """Returns the most likely tokens after each token of a text, and the layer's drafts of those after them."""
+
+    @jax.jit
+    def most_likely(params, tokens):
+        model = checkpoint.model(params)
+        outputs = model(tokens, jnp.arange(tokens.shape[1])[None])
+        return tuple(model.logits(hidden)[0].argmax(axis=-1) for hidden in (outputs.hidden, outputs.further[0]))
+
+    def predict(params, text):
+        tokens = np.zeros((1, 96), np.int32)
+        tokens[0, : len(text)] = text
+        return jax.device_get(most_likely(params, tokens))
+
+    return predict
+
+
 def drafted_and_accepted(engine, prompts, sampling):
     """Returns the continuations, and the numbers of drafted and accepted tokens."""
     before = engine.stats()
@@ -121,6 +139,15 @@ def drafted_and_accepted(engine, prompts, sampling):
     return found, drafted, accepted
 
 
+def test_drafts_of_a_trained_layer_are_accepted_and_change_no_answer(checkpoint, engine, predict):
+    prompt = checkpoint.tokenizer.encode(TEXT[:9])
+    ((continuation,),), drafted, accepted = drafted_and_accepted(engine, [prompt], greedy(60))
+    next_tokens, _ = predict(checkpoint.load_params(), [*prompt, *continuation.tokens])
+    assert continuation.tokens == next_tokens[len(prompt) - 1 :][:60].tolist()
+    assert drafted >= accepted > drafted / 3 > 0
+
+
+@pytest.mark.slow  # another engine, and programs of constraints
 def test_answers_are_the_same_with_drafts_of_the_models_own_layer(checkpoint, plain, engine):
     encode = checkpoint.tokenizer.encode
     settings = [
@@ -139,10 +166,10 @@ def test_answers_are_the_same_with_drafts_of_the_models_own_layer(checkpoint, pl
     assert engine.stats().preemptions > 0
 
 
-def test_first_drafts_are_the_predictions_of_the_model_without_a_cache_and_end_when_they_do_not_pay(monkeypatch):
+def test_first_drafts_are_the_predictions_of_the_model_without_a_cache_and_end_when_they_do_not_pay(
+    checkpoint, engine, predict, monkeypatch
+):
     """A missing or wrong key of the layer would change a draft, and lower the acceptance."""
-    monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
-    monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
     found, propose = list[tuple[int, int]](), Proposer.propose
 
     def record(proposer, tables, rows):
@@ -152,29 +179,24 @@ def test_first_drafts_are_the_predictions_of_the_model_without_a_cache_and_end_w
 
     monkeypatch.setattr(Proposer, "propose", record)
     # A random model, whose drafts depend on all keys; a trained one predicts the text from its last tokens.
-    checkpoint = opened(untrained(initializer_std=0.3))
-
-    @jax.jit
-    def predict(params, tokens):
-        model = checkpoint.model(params)
-        outputs = model(tokens, jnp.arange(tokens.shape[1])[None])
-        return model.logits(outputs.further[0])[0].argmax(axis=-1)
-
+    params = opened(untrained(initializer_std=0.3)).load_params()
     noise = np.random.default_rng(3).integers(0, 300, 14).tolist()
-    with LLMEngine(checkpoint, MTP) as engine:
+    engine.update_weights(params)
+    try:
         for prompt in (noise, [*noise[:11], *noise[:5]]):  # the second one shares two pages
             found.clear()
             hits = engine.stats().prefix_hits_tokens
             (((continuation,),), *_) = drafted_and_accepted(engine, [prompt], greedy(25))
-            tokens = np.zeros((1, 96), np.int32)
-            tokens[0, : len(prompt) + 25] = [*prompt, *continuation.tokens]
-            predicted = np.asarray(predict(checkpoint.load_params(), tokens))
+            next_tokens, predicted = predict(params, [*prompt, *continuation.tokens])
+            assert continuation.tokens == next_tokens[len(prompt) - 1 :][:25].tolist()
             assert [drafted for _, drafted in found] == [predicted[start - 1] for start, _ in found]
             assert len({drafted for _, drafted in found}) > 5
         assert engine.stats().prefix_hits_tokens - hits == 8
         monkeypatch.setattr(Speculation, "_cost", lambda *_: 5.0)
         _, drafted, _ = drafted_and_accepted(engine, [noise], greedy(25))
         assert drafted == 0
+    finally:
+        engine.update_weights(checkpoint.load_params())
 
 
 def test_models_without_the_layer_are_refused_by_name():
@@ -183,6 +205,7 @@ def test_models_without_the_layer_are_refused_by_name():
             LLMEngine(opened(model), MTP)
 
 
+@pytest.mark.slow  # another engine
 def test_aborted_requests_return_their_pages(checkpoint, plain, engine):
     prompt = checkpoint.tokenizer.encode(TEXT[:9])
     request = GenerationRequest(request_id="left", prompt=tuple(prompt), sampling=SamplingParams(max_tokens=70, n=3))

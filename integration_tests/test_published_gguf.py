@@ -158,5 +158,5 @@ def test_grpo_of_adapters_on_four_bits_steps_on_sums(run: Path, tmp_path: Path) 
     steps = [each for each in found if each["kind"] == "train"]
     assert [each["step"] for each in steps] == [1, 2]
     assert max(each["largest_mismatch"] for each in steps) < 1e-3
-    # The examples in the prompt make answers of digits and the end token.
+    # The examples in the prompt make answers of a space, digits and a line break.
     assert max(each["unparsed"] for each in steps) <= 0.25 and 2 <= steps[0]["action_tokens"] <= 5

@@ -12,6 +12,7 @@ Source: Cheng et al., Optimize Weight Rounding via Signed Gradient Descent, 2023
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def _learned(array: jax.Array, moments: jax.Array, spec: ArraySpec, layout: Layo
         errors = layout.arranged(values - rounded(*learned))
         return jnp.sum(errors * (moments @ errors))
 
-    def step(number: jax.Array, state: tuple) -> tuple:
+    def step(number: jax.Array, state: tuple[Any, Any, jax.Array]) -> tuple[Any, Any, jax.Array]:
         learned, best, least = state
         error, gradient = jax.value_and_grad(error_of)(learned)
         best = jax.tree.map(lambda new, old: jnp.where(error < least, new, old), learned, best)

@@ -78,6 +78,8 @@ FAMILIES = {
     "smollm3": {"nope_interval": 2},
     "olmo3": {"period": 2, "window": 6},
     "arcee": {},
+    "ernie4_5": {"bias": True},
+    "glm4": {},
     "cwm": {"period": 2, "window": 6},
     "exaone4": {"period": 2, "window": 6},
     "phi3": {"window": 6, "rotary_share": 0.5},

@@ -102,6 +102,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 10, "use_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 12, "partial_rotary_factor": 0.5, "pad_token_id": 0}),
     "cwm": (
         "Cwm",
         {"head_dim": 10, "sliding_window": 6, "mlp_bias": True, "num_hidden_layers": 5, "bos_token_id": 1}

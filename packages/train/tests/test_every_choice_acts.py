@@ -130,6 +130,8 @@ FAMILIES = {
     "smollm3": {"layers": 4, "nope_interval": 2, "attention_bias": True},
     "olmo3": {"layers": 4, "period": 2, "window": 5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "arcee": {"layers": 2, "attention_bias": True, "mlp_bias": True},
+    "ernie4_5": {"layers": 2, "bias": True},
+    "glm4": {"layers": 2, "head_dim": 8},
     "cwm": {"layers": 4, "period": 2, "window": 5, "mlp_bias": True},
     "exaone4": {"layers": 4, "period": 2, "window": 5},
     "phi3": {"layers": 2, "window": 5, "head_dim": 8},

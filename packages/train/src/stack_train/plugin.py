@@ -6,53 +6,62 @@ from stack_core.abi.registry import Registrar
 STACK_ABI_MINOR = 0
 
 
+_LANGUAGE_MODELS = (
+    "llama",
+    "llama4",
+    "mistral",
+    "mistral3",
+    "mixtral",
+    "minimax_m2",
+    "pixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma2",
+    "gemma3",
+    "gemma3_vision",
+    "gemma4",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "gpt_oss",
+    "olmo2",
+    "olmo3",
+    "arcee",
+    "cwm",
+    "ernie4_5",
+    "glm4",
+    "exaone4",
+    "phi3",
+    "granite",
+    "granite_moe",
+    "granite_moe_hybrid",
+    "bamba",
+    "nemotron_h",
+    "seed_oss",
+    "ministral3",
+    "smollm3",
+    "deepseek_v3",
+    "deepseek_v2",
+    "glm4_moe",
+    "bert",
+    "roberta",
+    "xlm_roberta",
+    "modernbert",
+    "t5",
+    "mt5",
+    "umt5",
+)
+"""Families of language models, each in the module of `stack_train.models` with its name."""
+
+
 @hookimpl
 def stack_register_models(registry: Registrar) -> None:
-    registry.add("llama", "stack_train.models.llama:FAMILY")
-    registry.add("llama4", "stack_train.models.llama4:FAMILY")
-    registry.add("mistral", "stack_train.models.mistral:FAMILY")
-    registry.add("mistral3", "stack_train.models.mistral3:FAMILY")
-    registry.add("mixtral", "stack_train.models.mixtral:FAMILY")
-    registry.add("minimax_m2", "stack_train.models.minimax_m2:FAMILY")
-    registry.add("pixtral", "stack_train.models.pixtral:FAMILY")
-    registry.add("qwen2", "stack_train.models.qwen2:FAMILY")
-    registry.add("qwen2_moe", "stack_train.models.qwen2_moe:FAMILY")
-    registry.add("qwen3", "stack_train.models.qwen3:FAMILY")
-    registry.add("qwen3_moe", "stack_train.models.qwen3_moe:FAMILY")
-    registry.add("qwen3_next", "stack_train.models.qwen3_next:FAMILY")
-    registry.add("qwen3_5", "stack_train.models.qwen3_5:FAMILY")
-    registry.add("qwen3_5_moe", "stack_train.models.qwen3_5_moe:FAMILY")
-    registry.add("gemma2", "stack_train.models.gemma2:FAMILY")
-    registry.add("gemma3", "stack_train.models.gemma3:FAMILY")
-    registry.add("gemma3_vision", "stack_train.models.gemma3_vision:FAMILY")
-    registry.add("gemma4", "stack_train.models.gemma4:FAMILY")
-    registry.add("qwen3_vl", "stack_train.models.qwen3_vl:FAMILY")
-    registry.add("qwen3_vl_moe", "stack_train.models.qwen3_vl_moe:FAMILY")
-    registry.add("gpt_oss", "stack_train.models.gpt_oss:FAMILY")
-    registry.add("olmo2", "stack_train.models.olmo2:FAMILY")
-    registry.add("olmo3", "stack_train.models.olmo3:FAMILY")
-    registry.add("arcee", "stack_train.models.arcee:FAMILY")
-    registry.add("cwm", "stack_train.models.cwm:FAMILY")
-    registry.add("exaone4", "stack_train.models.exaone4:FAMILY")
-    registry.add("phi3", "stack_train.models.phi3:FAMILY")
-    registry.add("granite", "stack_train.models.granite:FAMILY")
-    registry.add("granite_moe", "stack_train.models.granite_moe:FAMILY")
-    registry.add("granite_moe_hybrid", "stack_train.models.granite_moe_hybrid:FAMILY")
-    registry.add("bamba", "stack_train.models.bamba:FAMILY")
-    registry.add("nemotron_h", "stack_train.models.nemotron_h:FAMILY")
-    registry.add("seed_oss", "stack_train.models.seed_oss:FAMILY")
-    registry.add("ministral3", "stack_train.models.ministral3:FAMILY")
-    registry.add("smollm3", "stack_train.models.smollm3:FAMILY")
-    registry.add("deepseek_v3", "stack_train.models.deepseek_v3:FAMILY")
-    registry.add("deepseek_v2", "stack_train.models.deepseek_v2:FAMILY")
-    registry.add("glm4_moe", "stack_train.models.glm4_moe:FAMILY")
-    registry.add("bert", "stack_train.models.bert:FAMILY")
-    registry.add("roberta", "stack_train.models.roberta:FAMILY")
-    registry.add("xlm_roberta", "stack_train.models.xlm_roberta:FAMILY")
-    registry.add("modernbert", "stack_train.models.modernbert:FAMILY")
-    registry.add("t5", "stack_train.models.t5:FAMILY")
-    registry.add("mt5", "stack_train.models.mt5:FAMILY")
-    registry.add("umt5", "stack_train.models.umt5:FAMILY")
+    for name in _LANGUAGE_MODELS:
+        registry.add(name, f"stack_train.models.{name}:FAMILY")
     registry.add("dit", "stack_train.diffusion.dit:FAMILY")
     registry.add("flux", "stack_train.diffusion.flux:FAMILY")
     registry.add("unet", "stack_train.diffusion.unet:FAMILY")

@@ -128,6 +128,8 @@ FAMILIES = {
     "smollm3": {"layers": 4, "nope_interval": 2, "attention_bias": True},
     "olmo3": {"layers": 3, "period": 2, "window": 5, "attention_bias": True},
     "arcee": {"layers": 2, "attention_bias": True, "mlp_bias": True},
+    "ernie4_5": {"layers": 2, "bias": True},
+    "glm4": {"layers": 2, "rotary_share": 0.67},
     "cwm": {"layers": 3, "period": 2, "window": 5, "mlp_bias": True},
     "exaone4": {"layers": 3, "period": 2, "window": 5},
     "phi3": {"layers": 2, "window": 5, "rotary_share": 0.67},

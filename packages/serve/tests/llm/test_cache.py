@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ SHAPE = KeysValues(repeats=2, kv_heads=2, key_dim=8, value_dim=8, dtype="float32
 PAGES, PAGE_TOKENS, HEADS = 6, 4, 4
 # Row 0 continues a sequence of 5 tokens by 3, row 1 begins one with 2; one token is padding.
 TABLES = np.array([[3, 1, 0], [5, 0, 0]], np.int32)
+# Programs that run once on tiny arrays.
+QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def layer_of(layers: PagedLayer) -> PagedLayer:
@@ -46,6 +49,7 @@ def test_queries_of_another_layer_see_the_tokens_of_the_same_step() -> None:
     np.testing.assert_array_equal(turned, expected)
 
 
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK_TO_COMPILE)
 def attended(dtype: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
     """What row 0 and 1 get, and what dense attention to the same keys gives."""
     keys = jax.random.split(jax.random.key(1), 6)
@@ -121,11 +125,16 @@ def test_hidden_states_are_read_from_the_places_where_they_were_stored(layout: A
 
 def test_latents_are_keys_of_one_head_whose_first_features_are_values() -> None:
     state = Latent(repeats=1, dim=8, value_dim=5, dtype="float32")
-    layers = empty_layers(state, pages=PAGES, page_tokens=PAGE_TOKENS, slots=3, layout="pshd")
     latent, query = jax.random.normal(jax.random.key(0), (5, 8)), jax.random.normal(jax.random.key(1), (5, HEADS, 8))
-    cache = PagedKVCache(layers, rows([0, 0], [5, 0], 5), "pshd")
-    arguments = (query[:, None], latent[:, None], AttentionSpec(scale=0.3))
-    output, layer = cache.attend_latent(layer_of(layers), *arguments, value_dim=5)
+
+    @partial(jax.jit, compiler_options=QUICK_TO_COMPILE)
+    def attend(latent: jax.Array, query: jax.Array) -> tuple[jax.Array, PagedLayer]:
+        layers = empty_layers(state, pages=PAGES, page_tokens=PAGE_TOKENS, slots=3, layout="pshd")
+        cache = PagedKVCache(layers, rows([0, 0], [5, 0], 5), "pshd")
+        arguments = (query[:, None], latent[:, None], AttentionSpec(scale=0.3))
+        return cache.attend_latent(layer_of(layers), *arguments, value_dim=5)
+
+    output, layer = attend(latent, query)
     logits = jnp.where(jnp.tri(5, dtype=bool), 0.3 * jnp.einsum("qhd,kd->hqk", query, latent), -jnp.inf)
     expected = jnp.einsum("hqk,kd->qhd", jax.nn.softmax(logits), latent[:, :5])
     np.testing.assert_allclose(output[:, 0], expected, atol=1e-5)

@@ -38,9 +38,6 @@ class Ratio:
 
 TRAIN, SERVE, INFER = "train_vs_peers-{}-jax0.10.2", "serve_vs_peers", "infer_vs_peers"
 QWIX, XPROF = "quant_vs_qwix", "profile_conversion"
-# Until all rounds beside TRL are measured, the page shows the earlier ones, beside Tunix alone.
-HAS_TRL = (RESULTS / "rl_vs_peers.json").exists()
-POST_TRAINING = "rl_vs_peers" if HAS_TRL else "rl_vs_peers-tunix"
 SMALL = "small model, 1.63 MB of weights, "
 PEERS = {
     "Training a Llama of 66M parameters": [
@@ -78,10 +75,10 @@ PEERS = {
         for scheme in ("w8a8", "w4 t128", "nf4 t128")
     ],
     "Post-training of a Llama of 1M parameters": [
-        Ratio(f"time over {peer}: {row}", POST_TRAINING, row, f"stack over {peer}")
-        for peer in (("Tunix", "TRL") if HAS_TRL else ("Tunix",))
+        Ratio(f"time over {peer}: {row}", "rl_vs_peers", row, f"stack over {peer}")
+        for peer in ("Tunix", "TRL")
         for row in ("supervised step, 8 x 128 tokens, wall", "GRPO step, 4 x 4, wall", "sampling, 8 x 32 tokens, wall",
-                    "sampling, 8 x 32 tokens, CPU", *(["sampling, 64 x 32 tokens, wall"] if HAS_TRL else []))
+                    "sampling, 8 x 32 tokens, CPU", "sampling, 64 x 32 tokens, wall")
     ],
     "Reading a profile of 101 MB": [
         Ratio("seconds for the timeline over XProf", XPROF, "timeline, ratio", "s"),

@@ -31,7 +31,7 @@ def test_optional_members_have_defaults():
     assert checked_engine("minimal", engine) is engine
     engine.expect(4)
     engine.warm_up()
-    assert (engine.keeps_missing, engine.adapters) == (False, ())
+    assert (engine.keeps_missing, engine.reports_experts, engine.adapters) == (False, False, ())
 
 
 def test_another_class_is_refused_by_name():

@@ -56,7 +56,7 @@ class Checkpoint:
 class TableEngine(Engine):
     """Answers with the most likely next tokens of its table, each request on a thread of its own."""
 
-    keeps_missing = True
+    keeps_missing = reports_experts = True
 
     def __init__(self, checkpoint):
         self._checkpoint = checkpoint

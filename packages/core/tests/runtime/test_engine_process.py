@@ -66,7 +66,8 @@ def engine(bench):
 
 
 def test_it_answers_like_the_engine_in_this_process_with_the_weights_of_each_version(engine, bench):
-    assert engine.pid in bench.processes() and engine.keeps_missing and engine.adapters == ()
+    assert engine.pid in bench.processes() and engine.keeps_missing and engine.reports_experts
+    assert engine.adapters == ()
     assert values(answer(engine, "a", (1, 2))) == expected(TABLE, 2)
 
     # Several at once, by callbacks that call the engine themselves.

@@ -12,11 +12,14 @@ from tokenizers import Tokenizer, models
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConversionError, EngineStopped, GenerationError
 from stack_core.abi.generation import Constraint, GenerationRequest, SamplingParams
+from stack_core.abi.plugins import registries
+from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.generation.generate import TokenGenerator
 from stack_train.generation.generative import generative_checkpoint
 from stack_train.generation.sampling import SamplingConfig
 from stack_train.generation.static_engine import StaticEngine, StaticEngineConfig
 from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.models.qwen3_moe import Qwen3MoeConfig
 
 from ..random_models import draw_model
 
@@ -107,6 +110,34 @@ def test_candidates_are_the_tokens_that_each_was_drawn_from(model_logprobs, engi
     assert len(set(map(len, narrow.candidates))) > 1
     ((greedy,),) = ask(engine, request("greedy", PROMPTS[0], temperature=0.0, candidates=True))
     assert greedy.candidates == tuple((token,) for token in greedy.tokens)
+
+
+def test_experts_are_those_of_the_prompt_and_of_all_tokens_but_the_last(engine, tmp_path):
+    sizes = {"layers": 3, "expert_mlp": 8, "experts": 5, "active_experts": 2, "dense_layers": (0,)}
+    config = Qwen3MoeConfig(vocab_size=24, embed=16, heads=2, mlp=8, max_positions=40, dtype="float32", **sizes)
+    model = draw_model(lambda: registries.models["qwen3_moe"].build(config, key=jax.random.key(0)))
+    checkpoint = generative_checkpoint(model, config, name="sparse", tokenizer=tmp_path, origin=Path("nowhere"))
+    sparse = StaticEngine(checkpoint, StaticEngineConfig(rows=4))
+    sparse.start()
+    long = tuple(np.random.default_rng(0).integers(24, size=33).tolist())  # a prompt that is prefilled once
+    settings = {"experts": True, "ignore_eos": True, "max_tokens": 4}
+    (*several,), (other,) = ask(
+        sparse, request("long", long, n=2, **settings), request("other", long[:5], max_tokens=6)
+    )
+    assert other.experts is None and sparse.stats().compilations == 1
+    assert several[0].tokens != several[1].tokens
+
+    @jax.jit
+    def experts_of(tokens):
+        cache = DenseKVCache.empty(checkpoint.states, batch=1, capacity=40)
+        return jnp.moveaxis(model(tokens, jnp.arange(tokens.shape[1])[None], cache=cache).facts["experts"], 0, 2)[0]
+
+    for update in several:
+        assert update.experts.shape == (36, 2, 2) and update.experts.dtype == np.int16
+        expected = np.asarray(experts_of(jnp.asarray([[*long, *update.tokens[:-1]]])))
+        np.testing.assert_array_equal(np.sort(update.experts), np.sort(expected))
+    ((refused,),) = ask(engine, request("dense", PROMPTS[0], experts=True))
+    assert refused.finish_reason == "error" and "no mixtures of experts to report" in refused.error
 
 
 def test_draws_depend_on_seed_and_index_and_not_on_the_rest_of_the_batch(engine):

@@ -48,11 +48,14 @@ def batch():
     tokens = rng.integers(0, CONFIG.vocab_size, (ROWS, SEQ), dtype=np.int32)
     segments = np.ones((ROWS, SEQ), np.int32)
     segments[0, SEQ // 2 :] = 0
-    return tokens, np.broadcast_to(np.arange(SEQ, dtype=np.int32), tokens.shape), segments
+    # Half of the rows replay other experts than their own.
+    experts = rng.random((ROWS, SEQ, 2, CONFIG.experts)).argsort()[..., : CONFIG.active_experts].astype(np.int16)
+    experts[ROWS // 2 :] = -1
+    return tokens, np.broadcast_to(np.arange(SEQ, dtype=np.int32), tokens.shape), segments, experts
 
 
-def loss(model, tokens, positions, segments):
-    outputs = model(tokens, positions, segments)
+def loss(model, tokens, positions, segments, experts):
+    outputs = model(tokens, positions, segments, experts=experts)
     targets = jnp.where(segments == 0, -100, tokens)
     facts = outputs.facts
     cross_entropy = model.head().cross_entropy(outputs.hidden, targets)
@@ -66,7 +69,7 @@ def results(model, sizes):
     axes = {path: leaf.get_metadata("logical_axes") for path, leaf in nnx.to_flat_state(state)}
     params = nnx.to_pure_dict(state)
     shardings = DEFAULT_RULES.tree_shardings(mesh, params, nnx.traversals.unflatten_mapping(axes))
-    inputs = DEFAULT_RULES.sharding(mesh, ("batch", "seq"), (ROWS, SEQ))
+    inputs = [DEFAULT_RULES.sharding(mesh, ("batch", *[None] * (x.ndim - 1)), x.shape) for x in batch()]
 
     def function(params, *arrays):
         with use_mesh(mesh):
@@ -74,10 +77,10 @@ def results(model, sizes):
 
     compiled = jax.jit(
         jax.value_and_grad(function, has_aux=True),
-        in_shardings=(shardings, *[inputs] * 3),
+        in_shardings=(shardings, *inputs),
         out_shardings=(None, shardings),
     )
-    arrays = jax.device_put((params, *batch()), (shardings, *[inputs] * 3))
+    arrays = jax.device_put((params, *batch()), (shardings, *inputs))
     compiled = compiled.lower(*arrays).compile()
     (value, facts), gradients = compiled(*arrays)
     kernel = jax.device_put(params, shardings)["blocks"][0][0]["feed_forward"]["expert_up"]
@@ -95,7 +98,7 @@ def flops_beside_the_experts(program):
 if __name__ == "__main__":
     model = jax.jit(lambda: registries.models["qwen3_moe"].build(CONFIG, key=jax.random.key(0)))()
     value, facts, gradients, flops = results(model, {"data": 1})
-    assert facts["expert_load"].shape == (2, 16)
+    assert facts["expert_load"].shape == (2, 16) and facts["routing_mismatch"] > 0.9
     for sizes in MESHES if "all" in sys.argv else MESHES[:1]:
         found, found_facts, found_gradients, found_flops = results(model, sizes)
         np.testing.assert_allclose(found, value, rtol=1e-5, err_msg=str(sizes))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,11 +26,11 @@ def first_layer(module):
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], state))
 
 
-def by_hand(layer, x, router, *, scaled_inputs=False):
+def by_hand(layer, x, router, *, scaled_inputs=False, replayed=None):
     """Token by token in NumPy."""
     gate, up, down = (np.asarray(each[...]) for each in (layer.expert_gate, layer.expert_up, layer.expert_down))
     outputs = []
-    for token in np.asarray(x).reshape(-1, EMBED):
+    for place, token in enumerate(np.asarray(x).reshape(-1, EMBED)):
         logits = token @ np.asarray(layer.router.kernel[...])
         scores = 1 / (1 + np.exp(-logits)) if router.score == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
         choice = scores if layer.selection_bias is None else scores + np.asarray(layer.selection_bias[...])
@@ -36,6 +38,8 @@ def by_hand(layer, x, router, *, scaled_inputs=False):
         best = np.argsort(-np.sort(groups, axis=1)[:, -router.group_best :].sum(axis=1))[: router.kept_groups]
         allowed = np.isin(np.arange(router.experts) // groups.shape[1], best)
         chosen = np.argsort(-np.where(allowed, choice, -np.inf))[: router.active]
+        if replayed is not None and replayed[place, 0] >= 0:
+            chosen = replayed[place]
         weights = scores[chosen] / scores[chosen].sum() if router.normalized else scores[chosen]
         before, after = (weights, np.ones_like(weights)) if scaled_inputs else (np.ones_like(weights), weights)
         inputs = [w * token for w in before]
@@ -66,9 +70,56 @@ def test_weights_of_inputs_act_before_the_experts():
     np.testing.assert_allclose(layer(X, ROWS)[0], by_hand(layer, X, router, scaled_inputs=True), rtol=1e-4, atol=1e-5)
 
 
+REPLAYED = np.asarray([[0, 5], [4, 1], [-1, -1]] * 4, np.int16)
+
+
+@pytest.mark.parametrize("router", [Router(experts=6, active=2), GROUPED], ids=str)
+def test_replayed_experts_replace_the_choice_and_are_weighed_by_the_router(router):
+    layer = lambda: first_layer(build(Experts(router=router, width=12)))  # new for each call, which moves its bias
+    rows = replace(ROWS, experts=jnp.asarray(REPLAYED.reshape(2, 6, 2)))
+    (own, own_facts), (found, facts) = layer()(X, ROWS), layer()(X, rows)
+    np.testing.assert_allclose(found, by_hand(layer(), X, router, replayed=REPLAYED), rtol=1e-4, atol=1e-5)
+    kept, is_own = np.asarray(own_facts["experts"]), REPLAYED[:, 0].reshape(2, 6) < 0
+    np.testing.assert_allclose(found[is_own], own[is_own], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(facts["experts"], np.where(is_own[..., None], kept, REPLAYED.reshape(2, 6, 2)))
+    pairs = zip(kept[~is_own].tolist(), REPLAYED[REPLAYED[:, 0] >= 0].tolist(), strict=True)
+    differs = [set(left) != set(right) for left, right in pairs]
+    assert sum(differs) > 0 and facts["routing_mismatch"] == pytest.approx(np.mean(differs))
+    padded = replace(rows, segment_ids=jnp.asarray([[1, 0, 0, 0, 0, 0], [0] * 6]))
+    assert float(layer()(X, padded)[1]["routing_mismatch"]) == differs[0]
+    # The order of a token's experts is no difference.
+    again, facts = layer()(X, replace(ROWS, experts=jnp.asarray(kept[..., ::-1])))
+    np.testing.assert_allclose(again, own, rtol=1e-5, atol=1e-6)
+    assert facts["routing_mismatch"] == 0
+
+
+def test_the_router_learns_from_replayed_experts_as_from_its_own():
+    """The gradient by all parameters is that of a sum over all experts, masked by the replayed ones."""
+    layer = first_layer(build(Experts(router=Router(experts=6, active=2), width=12)))
+    graph, state = nnx.split(layer)
+    replayed = np.stack([np.arange(12) % 6, (np.arange(12) + 2) % 6], axis=1).astype(np.int16)
+
+    def ours(state):
+        y, _ = nnx.merge(graph, state)(X, replace(ROWS, experts=jnp.asarray(replayed.reshape(2, 6, 2))))
+        return jnp.sum(jnp.sin(y))
+
+    def formula(state):
+        layer, x = nnx.merge(graph, state), X.reshape(-1, EMBED)
+        mask = jnp.any(replayed[..., None] == np.arange(6), axis=1)
+        weights = jax.nn.softmax(jnp.where(mask, x @ layer.router.kernel[...], -jnp.inf), axis=-1)
+        hidden = jax.nn.silu(jnp.einsum("td,edm->tem", x, layer.expert_gate[...]))
+        hidden = hidden * jnp.einsum("td,edm->tem", x, layer.expert_up[...])
+        return jnp.sum(jnp.sin(jnp.einsum("te,tem,emd->td", weights, hidden, layer.expert_down[...])))
+
+    found, expected = jax.grad(ours)(state), jax.grad(formula)(state)
+    assert np.abs(found.router.kernel[...]).max() > 1e-3
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
+
+
 def test_the_bias_chooses_and_does_not_weigh():
     logits = jnp.zeros((1, 4))
-    weights, chosen, _ = route(logits, jnp.array([0.0, 9.0, 0.0, 8.0]), Router(experts=4, active=2, score="sigmoid"))
+    weights, chosen, *_ = route(logits, jnp.array([0.0, 9.0, 0.0, 8.0]), Router(experts=4, active=2, score="sigmoid"))
     assert sorted(chosen[0].tolist()) == [1, 3]
     np.testing.assert_allclose(weights, [[0.5, 0.5]])
 

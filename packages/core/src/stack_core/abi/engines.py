@@ -28,9 +28,11 @@ class Engine(ABC):
     Attributes:
       keeps_missing: whether `update_weights` accepts a subset of the parameters, a nested mapping such as an adapter's,
         and keeps the rest.
+      reports_experts: True if requests may set `SamplingParams.experts`.
     """
 
     keeps_missing: bool = False
+    reports_experts: bool = False
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -111,6 +111,7 @@ class SamplingParams:
       logprobs_of: distribution that `logprobs` describes: "model", before all changes above, or "processed", after all
         of them. The latter is the distribution that tokens are sampled from; tokens that are not candidates have -inf.
       candidates: whether to report the candidates of each sampled token, for callers that recompute the distribution.
+      experts: whether to report each token's experts.
       prompt_logprobs: number of most likely tokens reported with each prompt token, under the model's distribution; the
         first prompt token has no log-probability. None reports nothing.
       constraint: language that contains the continuation; None allows any text. The log-probabilities of "model"
@@ -137,6 +138,7 @@ class SamplingParams:
     logprobs: NonNegativeInt | None = None
     logprobs_of: Literal["model", "processed"] = "model"
     candidates: bool = False
+    experts: bool = False
     prompt_logprobs: NonNegativeInt | None = None
     constraint: Constraint | None = None
 
@@ -231,6 +233,8 @@ class GenerationUpdate:
       weights_versions: version of the weights that sampled each of `tokens`.
       logprobs: one entry for each of `tokens`, if requested.
       candidates: candidates of each of `tokens` in ascending order, if requested.
+      experts: int16[inputs, mixtures, active], if requested: experts of the model's inputs since the last update. The
+        inputs of a whole continuation are its prompt and its tokens except the last.
       prompt_logprobs: one entry for each prompt token, None for the first, if requested. They come with the first
         update of continuation 0, which then precedes the updates of the other continuations.
       finish_reason: why the continuation finished; None before its last update.
@@ -249,6 +253,7 @@ class GenerationUpdate:
     weights_versions: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     candidates: tuple[tuple[int, ...], ...] | None = None
+    experts: Any = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -114,7 +114,7 @@ class EngineProcess(Engine):
         )
         try:
             self._process.built.result()
-            self.keeps_missing, self._adapters = self._process.call("describe").result()
+            self.keeps_missing, self.reports_experts, self._adapters = self._process.call("describe").result()
         except BaseException as error:  # including Ctrl-C, which need not wait for a process that is starting
             self._process.close(wait=isinstance(error, Exception))
             raise

@@ -55,9 +55,9 @@ class HostedEngine:
         self._streams = ThreadPoolExecutor(_STREAMS_AT_ONCE, thread_name_prefix="stream")
         self._outbox = Outbox(emit)
 
-    def describe(self) -> tuple[bool, tuple[str, ...]]:
-        """Returns the engine's attributes `keeps_missing` and `adapters`."""
-        return self._engine.keeps_missing, self._engine.adapters
+    def describe(self) -> tuple[bool, bool, tuple[str, ...]]:
+        """Returns the engine's attributes `keeps_missing`, `reports_experts` and `adapters`."""
+        return self._engine.keeps_missing, self._engine.reports_experts, self._engine.adapters
 
     def expect(self, continuations: int) -> None:
         self._engine.expect(continuations)

@@ -207,6 +207,11 @@ class Limits:
                 "Stop texts need a tokenizer; the model has none. Give stop_tokens.", parameter="stop"
             )
 
+        if sampling.experts:
+            raise GenerationError(
+                "The engine 'llm' does not report experts. Leave it out, or use the engine 'static' of stack-train.",
+                parameter="experts",
+            )
         if sampling.constraint is not None and not self.has_tokenizer:
             raise GenerationError(
                 "A constraint needs a tokenizer, since it describes text; the model has none. Leave it out.",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int16
 from pydantic import PositiveInt
 
 from stack_core.abi.caches import CacheStorage
@@ -29,6 +29,7 @@ from stack_core.abi.generation import (
     SamplingParams,
     TokenLogprob,
 )
+from stack_core.abi.models import Outputs
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_core.ops.sampling.sampling import (
     MOST_BIASES,
@@ -105,7 +106,7 @@ class StaticEngine(Engine):
       StackError: the checkpoint cannot be read, or is an encoder-decoder.
     """
 
-    keeps_missing = True
+    keeps_missing = reports_experts = True
 
     def __init__(self, checkpoint: GenerativeCheckpoint, config: StaticEngineConfig | None = None) -> None:
         check_continues(checkpoint)
@@ -113,7 +114,7 @@ class StaticEngine(Engine):
         self._params = checkpoint.load_params()
         self._rows = self._config.rows
         self._version = 0
-        self._generate = jax.jit(self._run_rows, static_argnames=("capacity", "candidates"))
+        self._generate = jax.jit(self._run_rows, static_argnames=("capacity", "candidates", "experts"))
         # Guards the queue and the works. It is acquired inside of `_device`, never around it, which excludes deadlocks.
         self._changed = threading.Condition()
         self._device = threading.RLock()  # Serializes batches and weight updates.
@@ -122,7 +123,7 @@ class StaticEngine(Engine):
         self._is_started = self._is_closed = False
         self._thread: threading.Thread | None = None
         self._counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "compilations": 0}
-        self._programs: set[tuple[int, int, int, bool]] = set()
+        self._programs: set[tuple[int, int, int, bool, bool]] = set()
         self._running = 0
 
     def expect(self, continuations: int) -> None:
@@ -353,13 +354,15 @@ class StaticEngine(Engine):
     ) -> dict[str, np.ndarray]:
         """Runs one batch; padding rows have a limit of 0 tokens and finish immediately."""
         candidates = any(each.work.request.sampling.candidates for each in batch)
+        experts = any(each.work.request.sampling.experts for each in batch)
         # Mirrors the cache of `jax.jit`, which does not report compilations.
-        if (program := (bucket, capacity, prompts, candidates)) not in self._programs:
+        if (program := (bucket, capacity, prompts, candidates, experts)) not in self._programs:
             self._programs.add(program)
             self._counts["compilations"] += 1
         self._counts["steps"] += 1
         rows = self._filled_rows(batch, bucket, prompts)
-        return jax.device_get(self._generate(self._params, rows, capacity=capacity, candidates=candidates))
+        reported = {"candidates": candidates, "experts": experts}
+        return jax.device_get(self._generate(self._params, rows, capacity=capacity, **reported))
 
     def _filled_rows(self, batch: Sequence[_Continuation], bucket: int, prompts: int) -> dict[str, np.ndarray]:
         """Returns the inputs of `_run_rows`; with fewer prompts than rows, each distinct prompt has one place."""
@@ -398,7 +401,7 @@ class StaticEngine(Engine):
         return sorted({*own, *sampling.stop_tokens})
 
     def _run_rows(
-        self, params: Any, rows: dict[str, jax.Array], *, capacity: int, candidates: bool
+        self, params: Any, rows: dict[str, jax.Array], *, capacity: int, candidates: bool, experts: bool
     ) -> dict[str, jax.Array]:
         """Generates the continuations of all rows, in one program.
 
@@ -410,6 +413,11 @@ class StaticEngine(Engine):
             logprobs, ranks: [rows, capacity], the log-probability and rank of each sampled token (see `sample`).
             candidates: uint8[rows, capacity, ceil(vocab / 8)], bit masks of the candidates of each sampled token; only
               if `candidates` is set.
+            experts: int16[rows, capacity, mixtures, active], the experts of the prompts and of all sampled tokens but
+              the last; only if `experts` is set.
+
+        Raises:
+          GenerationError: `experts` is set, and the model has no mixtures of experts.
         """
         model, (prompts, bucket), count = self._checkpoint.model(params), rows["prompts"].shape, len(rows["limits"])
         empty: Any = DenseKVCache.empty(
@@ -437,6 +445,9 @@ class StaticEngine(Engine):
         }
         if candidates:
             found["candidates"] = jnp.zeros((count, capacity, -(-self._checkpoint.vocab_size // 8)), jnp.uint8)
+        if experts:
+            of_prompts = _experts_of(outputs)[prompt_of_row]
+            found["experts"] = jnp.pad(of_prompts, ((0, 0), (0, free), (0, 0), (0, 0)))
         choose = partial(_choose, model, rows, SamplingSettings.unpacked(rows["settings"]))
         state = choose(0, hidden, found, rows["limits"] == 0)
 
@@ -446,6 +457,9 @@ class StaticEngine(Engine):
             last = jnp.minimum(rows["lengths"] + place, capacity) - 1
             tokens = jnp.take_along_axis(found["history"], last[:, None], axis=1)
             outputs = model(tokens, cache.lengths[:, None], cache=cache)
+            if experts:
+                of_token = _experts_of(outputs)[:, 0]
+                found = {**found, "experts": found["experts"].at[jnp.arange(count), last].set(of_token)}
             found, ended, drawn = choose(place, outputs.hidden, found, ended)
             return place + 1, outputs.cache, (found, ended, counts + drawn)
 
@@ -476,6 +490,8 @@ class StaticEngine(Engine):
             weights_versions=(self._version,) * count,
             logprobs=logprobs,
             candidates=candidate_tokens(found["candidates"][:count]) if sampling.candidates else None,
+            # A copy, because a slice would keep the arrays of the whole batch in memory.
+            experts=found["experts"][: first + count - 1].copy() if sampling.experts else None,
             finish_reason="stop" if stopped else "length",
             stop_reason=tokens[-1] if stopped and not is_own else None,
             times=RequestTimes(of.work.times.submitted_s, started_s, ended_s, ended_s),
@@ -532,6 +548,13 @@ def _text(tokenizer: Tokenizer, request: GenerationRequest, tokens: Sequence[int
     return "".join([*map(detokenizer.push, tokens), detokenizer.flush()])
 
 
+def _experts_of(outputs: Outputs) -> Int16[Array, "rows seq mixtures active"]:
+    """Returns the experts of each token of a call."""
+    if "experts" not in outputs.facts:
+        raise GenerationError("The model has no mixtures of experts to report. Leave experts out.", parameter="experts")
+    return jnp.moveaxis(outputs.facts["experts"], 0, 2).astype(jnp.int16)
+
+
 def _deadline_s(work: _Work) -> float:
     timeout_s = work.request.timeout_s
     return float("inf") if timeout_s is None else work.times.submitted_s + timeout_s
@@ -564,5 +587,5 @@ def _choose(
     # Rows at the end of the cache, which have finished, write outside of it and are dropped.
     history = found["history"].at[jnp.arange(len(lengths)), lengths].set(drawn.tokens, mode="drop")
     # Logits of a row that has finished do not matter.
-    found = {"history": history, "ok": found["ok"] & (drawn.ok | finished), **own}
+    found = {**found, "history": history, "ok": found["ok"] & (drawn.ok | finished), **own}
     return found, finished | stops | (rows["limits"] <= place + 1), (~finished).astype(jnp.int32)

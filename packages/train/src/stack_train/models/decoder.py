@@ -20,6 +20,7 @@ from stack_core.ops import Head
 from stack_train.nn.attention import Attention, Mixer, Rope
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, check_unsplit_sequence, from_zigzag, shared_rows, to_zigzag
+from stack_train.nn.experts import Experts
 from stack_train.nn.feed_forward import Facts, TokenLayer
 from stack_train.nn.groups import Group, groups_of
 from stack_train.nn.layer_inputs import InputGate, LayerInputs
@@ -231,6 +232,8 @@ class Block(nnx.Module):
         if self.feed_forward is not None:
             normed, x = self._input(stream, self.feed_forward_norm)
             added, facts = self.feed_forward(gather_sequence(normed), rows)
+            if cache is None:  # only generation reports the experts of each token
+                facts.pop("experts", None)
             stream = self._add(x, added, self.feed_forward_output_norm)
         if self.input_gate is not None:
             x = stream.joined().x
@@ -320,6 +323,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         *,
         images: ImageTokens | None = None,
+        experts: Int[Array, "batch seq mixtures active"] | None = None,
     ) -> Outputs:
         """Returns the normalized hidden states in `config.dtype`.
 
@@ -331,19 +335,22 @@ class Decoder(nnx.Module):
           segment_ids: document of each token, 0 for padding; None if each row is one document.
           cache: keys and values of earlier tokens, which the call extends; None computes without a cache.
           images: features that replace embeddings of tokens; None without images.
+          experts: experts of each token that the mixtures replay, in the order of the layers with a mixture; a token
+            with negative entries keeps the choice of the routers. None leaves them every choice.
 
         Raises:
           ArgumentError: the tokens are not integers.
           ShardingError: several devices share a sequence with images.
           TrainingError: pipeline stages divide layers that share keys and values or have per-layer embeddings.
-          ShapeError: there are more tokens than `max_positions`, or both segments and a cache.
+          ShapeError: there are more tokens than `max_positions`, both segments and a cache, or experts of other sizes.
         """
-        self._check(tokens, segment_ids, cache)
+        self._check(tokens, segment_ids, cache, experts)
 
         # Defined here because, inside the loop, profiles show only this function's qualified name and not the decoder's
         # call stack.
         def run(block: Block, stream: ResidualStream, rows: Rows, per_layer: tuple[Any, ...]) -> tuple[Any, Any]:
-            layer_cache, features, per_layer_input = per_layer
+            layer_cache, features, per_layer_input, replayed = per_layer
+            rows = rows if replayed is None else replace(rows, experts=replayed)
             stream, layer_cache, layer_facts = block(stream, rows, cache, layer_cache, per_layer_input)
             if features is not None:
                 stream = replace(stream, added=stream.added + features)
@@ -352,11 +359,12 @@ class Decoder(nnx.Module):
 
         of_images = () if images is None else (images.ahead, images.positions)
         if cache is not None:
-            return self._outputs(run, tokens, Rows(positions, None, *of_images), cache, images)
+            return self._outputs(run, tokens, Rows(positions, None, *of_images), cache, images, experts)
         segment_ids = None if segment_ids is None else to_zigzag(segment_ids)
         tokens, positions = to_zigzag(tokens), to_zigzag(positions)
+        experts = None if experts is None else to_zigzag(experts)
         with shared_rows(), check_names(self.config.remat):
-            outputs = self._outputs(run, tokens, Rows(positions, segment_ids, *of_images), None, images)
+            outputs = self._outputs(run, tokens, Rows(positions, segment_ids, *of_images), None, images, experts)
         return replace(outputs, hidden=from_zigzag(outputs.hidden))
 
     def _outputs(
@@ -365,7 +373,8 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         rows: Rows,
         cache: KVCache | None,
-        images: ImageTokens | None = None,
+        images: ImageTokens | None,
+        experts: jax.Array | None,
     ) -> Outputs:
         config = self.config
         layer_caches: list[list[Any]] = []
@@ -378,11 +387,12 @@ class Decoder(nnx.Module):
         stream = ResidualStream(x, None if cache is None else jnp.zeros_like(x))
         for number, period in enumerate(self.blocks):
             caches = [None] * len(period) if cache is None else cache.layers[number]
+            per_layer = self._later_features(number, later), self._inputs_of(number, inputs)
             stream, outputs = scan_layers(
                 run,
                 list(period),
                 stream,
-                list(zip(caches, self._later_features(number, later), self._inputs_of(number, inputs), strict=True)),
+                list(zip(caches, *per_layer, self._experts_of(number, experts), strict=True)),
                 per_row=rows,
                 remat=config.remat,
                 unroll=config.unroll if cache is None else False,  # a loop updates a cache in place
@@ -424,6 +434,28 @@ class Decoder(nnx.Module):
         group = self.groups[number]
         layers = [group.layers(place) for place in range(len(group.period))]
         return [None if inputs is None else inputs[each.start : each.stop : each.step] for each in layers]
+
+    def _experts_of(self, number: int, experts: Any) -> list[Any]:
+        """Returns the experts for the layers at each place of a group, [repeats, batch, seq, active] or None."""
+        group, mixtures = self.groups[number], list(self._mixtures)
+        return [
+            jnp.stack([experts[:, :, mixtures.index(layer)] for layer in group.layers(place)])
+            if experts is not None and isinstance(spec.feed_forward, Experts)
+            else None
+            for place, spec in enumerate(group.period)
+        ]
+
+    @property
+    def _mixtures(self) -> dict[int, Experts]:
+        """Mixtures of experts by index of their layer, in ascending order."""
+        found = {
+            layer: spec.feed_forward
+            for group in self.groups
+            for place, spec in enumerate(group.period)
+            if isinstance(spec.feed_forward, Experts)
+            for layer in group.layers(place)
+        }
+        return dict(sorted(found.items()))
 
     def _with_sources(self, number: int, rows: Rows, results: Sequence[Any]) -> Rows:
         """Returns rows with the keys and values, or slices of the cache, of a group's layers that others share."""
@@ -542,7 +574,9 @@ class Decoder(nnx.Module):
         values = self.config.initializer_std * jax.random.normal(key, shape, self.config.param_dtype)
         return nnx.Param(values, logical_axes=axes)
 
-    def _check(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> None:
+    def _check(
+        self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None, experts: jax.Array | None
+    ) -> None:
         if boundary() is not None and (self.sources or self.layer_inputs is not None):
             cause = "share keys and values" if self.sources else "have per-layer embeddings"
             raise TrainingError(f"mesh.stage divides the layers, and layers of this model {cause}. Set mesh.stage=1.")
@@ -555,6 +589,13 @@ class Decoder(nnx.Module):
             )
         if cache is not None and segment_ids is not None:
             raise ShapeError("segment_ids were given with a cache, whose rows are one segment each; leave one out.")
+        active = {each.router.active for each in self._mixtures.values()}
+        expected = (*tokens.shape, len(self._mixtures), *active)
+        if experts is not None and experts.shape != expected:
+            raise ShapeError(
+                f"The replayed experts have shape {experts.shape}; the model has {len(self._mixtures)} mixtures of "
+                f"experts, so they need {expected}."
+            )
 
 
 def _with_features(

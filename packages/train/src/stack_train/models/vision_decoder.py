@@ -33,11 +33,12 @@ class VisionDecoder(Decoder):
         images: ImageTokens | None = None,
         pixels: UInt8[Array, "batch patches values"] | None = None,
         grids: Int[Array, "batch images 2"] | None = None,
+        experts: Int[Array, "batch seq mixtures active"] | None = None,
     ) -> Outputs:
         """Returns the normalized hidden states, see `Decoder`.
 
         Args:
-          tokens, positions, segment_ids, cache, images: see `Decoder`.
+          tokens, positions, segment_ids, cache, images, experts: see `Decoder`.
           pixels: patches of the images of each row, in the order of its image tokens; see the tower.
           grids: rows and columns of tokens of each of these images, 0 for padding.
 
@@ -53,7 +54,7 @@ class VisionDecoder(Decoder):
                 raise ArgumentError("The model has no image_token. Set model.image_token to the id of that token.")
             features = self.image_features(pixels, grids)
             images = self.place(features, tokens, positions, grids, self.image_token)
-        return super().__call__(tokens, positions, segment_ids, cache, images=images)
+        return super().__call__(tokens, positions, segment_ids, cache, images=images, experts=experts)
 
     @abstractmethod
     def image_features(

@@ -224,7 +224,7 @@ def shared_rows() -> Iterator[None]:
         yield
 
 
-def to_zigzag(x: Int[Array, "batch seq"]) -> Int[Array, "rows tokens"]:
+def to_zigzag(x: Int[Array, "batch seq *values"]) -> Int[Array, "rows tokens *values"]:
     """Reorders tokens, or arrays of values per token, into rows [n * batch, seq / n] in zigzag order.
 
     Returns the array unchanged if the mesh does not split the sequence.
@@ -236,9 +236,11 @@ def to_zigzag(x: Int[Array, "batch seq"]) -> Int[Array, "rows tokens"]:
     if devices == 1:
         return x
     # [batch, seq] -> [batch, devices, seq / devices] -> rows [devices * batch, seq / devices], the device index major.
-    parts = x[:, _zigzag(x.shape[1], devices)].reshape(x.shape[0], devices, -1)
+    values = x.shape[2:]
+    parts = x[:, _zigzag(x.shape[1], devices)].reshape(x.shape[0], devices, -1, *values).swapaxes(0, 1)
     with shared_rows():
-        return constrain(parts.swapaxes(0, 1).reshape(-1, parts.shape[2]), "batch", "seq", name="tokens")
+        rows = parts.reshape(-1, *parts.shape[2:])
+        return constrain(rows, "batch", "seq", *[None] * len(values), name="tokens")
 
 
 def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq embed"]:

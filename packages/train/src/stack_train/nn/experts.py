@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from stack_core import ops
-from stack_core.abi.mesh import axes_of, map_parts
+from stack_core.abi.mesh import LogicalAxes, axes_of, map_parts
 from stack_core.ops.building import ACTIVATIONS, gate_product
 from stack_train.nn.build import Build
 from stack_train.nn.feed_forward import Activation, Facts, Gated, Plain
@@ -21,7 +21,7 @@ from stack_train.nn.linear import FloatName
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Rows
 
-__all__ = ["Experts", "Mixture", "Router", "route"]
+__all__ = ["Experts", "Mixture", "Router", "Routing", "route"]
 
 _NORMALIZER_EPSILON = 1e-20  # as in DeepSeek-V3: sigmoid scores may all be 0
 
@@ -57,10 +57,36 @@ class Router:
     bias_rate: float | None = None
 
 
+class Routing(NamedTuple):
+    """The experts of each token.
+
+    Attributes:
+      weights: weights of the token's experts.
+      experts: indices of the token's experts.
+      own_experts: the router's own choice, equal to `experts` unless they are replayed.
+      scores: scores of all experts.
+    """
+
+    weights: Float[Array, "tokens active"]
+    experts: Int[Array, "tokens active"]
+    own_experts: Int[Array, "tokens active"]
+    scores: Float[Array, "tokens experts"]
+
+
 def route(
-    logits: Float[Array, "tokens experts"], bias: Float[Array, " experts"] | None, router: Router
-) -> tuple[Float[Array, "tokens active"], Int[Array, "tokens active"], Float[Array, "tokens experts"]]:
-    """Returns the weights and indices of each token's experts, and the scores of all experts."""
+    logits: Float[Array, "tokens experts"],
+    bias: Float[Array, " experts"] | None,
+    router: Router,
+    replayed: Int[Array, "tokens active"] | None = None,
+) -> Routing:
+    """Chooses and weighs the experts of each token.
+
+    Replayed experts replace the router's choice, but their weights are computed from the router's scores as usual, so
+    the router gets gradients. Tokens whose first entry is negative keep the router's choice.
+
+    Source: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, 2025
+    (arXiv:2510.11370).
+    """
     scores = jax.nn.softmax(logits, axis=-1) if router.score == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if bias is None else scores + bias
     if router.groups > 1:
@@ -69,11 +95,12 @@ def route(
         kept = jax.nn.one_hot(lax.top_k(best, router.kept_groups)[1], router.groups, dtype=bool).any(axis=1)
         # -inf instead of 0, because a selection bias can make the scores of chosen groups negative.
         choice = jnp.where(kept[:, :, None], grouped, -math.inf).reshape(choice.shape)
-    chosen = lax.top_k(choice, router.active)[1]
+    own = lax.top_k(choice, router.active)[1]
+    chosen = own if replayed is None else jnp.where(replayed[:, :1] >= 0, replayed.astype(own.dtype), own)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if router.normalized:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _NORMALIZER_EPSILON)
-    return weights * router.scale, chosen, scores
+    return Routing(weights * router.scale, chosen, own, scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +163,7 @@ class Mixture(nnx.Module):
 
     def __call__(self, x: Hidden, rows: Rows) -> tuple[Hidden, Facts]:
         counted = jnp.ones(x.shape[:2], bool) if rows.segment_ids is None else rows.segment_ids != 0
-        y, facts = _mixed(self.spec, x, counted, self._parameters(x.dtype))
+        y, facts = _mixed(self.spec, x, counted, rows.experts, self._parameters(x.dtype))
         if self.selection_bias is not None and (rate := self.spec.router.bias_rate) is not None:
             excess = lax.stop_gradient(facts["expert_load"]) - 1 / self.spec.router.experts
             # Only the sign is used (Wang et al., 2024), so a step moves every bias by the same amount.
@@ -173,34 +200,43 @@ _PARAMETERS: Final[dict[str, tuple[str | None, ...]]] = {
 """Logical axes of a mixture's parameters within a layer."""
 
 
-def _mixed(spec: Experts, x: Hidden, counted: jax.Array, parameters: Mapping[str, Any]) -> tuple[Hidden, Facts]:
+def _mixed(
+    spec: Experts, x: Hidden, counted: jax.Array, replayed: jax.Array | None, parameters: Mapping[str, Any]
+) -> tuple[Hidden, Facts]:
     """Computes the outputs and facts of a mixture; each device processes its own tokens."""
-    tokens = ("batch", "seq", "act_embed")
-    arguments = [(x, tokens), (counted, tokens[:2])]
+    tokens, choices = ("batch", "seq", "act_embed"), ("batch", "seq", None)
+    arguments: list[tuple[Any, LogicalAxes]] = [(x, tokens), (counted, tokens[:2])]
     arguments += [(array, _PARAMETERS[name]) for name, array in parameters.items()]
-    names = ["expert_load", "balance_loss", "router_z", *(["dropped"] if axes_of("experts") else [])]
-    out_axes = (tokens, {name: (None,) if name == "expert_load" else () for name in names})
-    part = partial(_mixed_part, spec, tuple(parameters))
+    arguments += [] if replayed is None else [(replayed, choices)]
+    scalars = ["balance_loss", "router_z"]
+    scalars += ["dropped"] if axes_of("experts") else []
+    scalars += ["routing_mismatch"] if replayed is not None else []
+    out_axes = (tokens, {"experts": choices, "expert_load": (None,), **dict.fromkeys(scalars, ())})
+    part = partial(_mixed_part, spec, (*parameters, "replayed"))
     return map_parts(part, arguments, out_axes, name="a mixture of experts")
 
 
 def _mixed_part(
     spec: Experts, names: Sequence[str], x: jax.Array, counted: jax.Array, *arrays: Any
 ) -> tuple[jax.Array, Facts]:
-    parameters = dict(zip(names, arrays, strict=True))
+    # The last name has no array if no experts are replayed.
+    parameters = dict(zip(names, arrays, strict=False))
     rows = x.reshape(-1, x.shape[-1])
     # float32, because rounded logits can change which experts a token gets.
     logits = ops.linear(rows.astype(jnp.float32), parameters["router"].astype(jnp.float32))
     if "router_bias" in parameters:
         logits = logits + parameters["router_bias"].astype(jnp.float32)
-    weights, chosen, scores = route(logits, parameters.get("selection_bias"), spec.router)
-    facts = _statistics(spec.router, logits, scores, chosen, counted.reshape(-1))
+    replayed = parameters.get("replayed")
+    replayed = None if replayed is None else replayed.reshape(-1, spec.router.active)
+    routing = route(logits, parameters.get("selection_bias"), spec.router, replayed)
+    facts = _statistics(spec.router, logits, routing, counted.reshape(-1), replayed)
+    facts["experts"] = routing.experts.reshape(*x.shape[:2], -1)
     # Gathered before the grouped products, which read complete rows of each kernel (fully sharded data parallelism).
     embed_axes = {"gate": 1, "up": 1, "down": 2}
     parameters |= {name: _gathered(parameters[name], axis) for name, axis in embed_axes.items() if name in parameters}
-    weights, ones = weights.astype(x.dtype), jnp.ones(weights.shape, x.dtype)
+    weights, ones = routing.weights.astype(x.dtype), jnp.ones(routing.weights.shape, x.dtype)
     before, after = (weights, ones) if spec.scaled_inputs else (None, weights)
-    outputs, dropped = _outputs_of_experts(spec, rows, chosen, before, parameters)
+    outputs, dropped = _outputs_of_experts(spec, rows, routing.experts, before, parameters)
     y = jnp.einsum("tkd,tk->td", outputs, after, preferred_element_type=jnp.float32).astype(x.dtype)
     # Devices that split every expert have partial sums, and devices with all tokens have those of their own experts.
     axes = (*axes_of("mlp"), *_axes_with_all_tokens())
@@ -297,14 +333,17 @@ def _apply_experts(spec: Experts, x: jax.Array, parameters: Mapping[str, Any], s
     return product(hidden.astype(x.dtype), "down", first)
 
 
-def _statistics(router: Router, logits: jax.Array, scores: jax.Array, chosen: jax.Array, counted: jax.Array) -> Facts:
+def _statistics(
+    router: Router, logits: jax.Array, routing: Routing, counted: jax.Array, replayed: jax.Array | None
+) -> Facts:
     """Computes statistics over the tokens of all devices, excluding padding.
 
     expert_load: fraction of the tokens' choices for each expert. balance_loss: experts * sum of load * mean share of
     the scores, which is 1 if tokens are spread evenly (Fedus et al., Switch Transformers, 2021, arXiv:2101.03961,
     equation 4). router_z: mean of logsumexp(logits)^2 (Zoph et al., ST-MoE, 2022, arXiv:2202.08906, equation 5).
+    routing_mismatch: with replayed experts, fraction of these tokens for which the router would choose other ones.
     """
-    weight = counted.astype(jnp.float32)
+    weight, scores, chosen = counted.astype(jnp.float32), routing.scores, routing.experts
     # The sum of a token's sigmoid scores is not 1.
     shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
     sums = {
@@ -313,13 +352,20 @@ def _statistics(router: Router, logits: jax.Array, scores: jax.Array, chosen: ja
         "shares": weight @ shares,
         "z": weight @ jnp.square(jax.nn.logsumexp(logits, axis=-1)),
     }
+    if replayed is not None:
+        is_replayed = jnp.where(replayed[:, 0] >= 0, weight, 0.0)
+        differs = jnp.any(jnp.sort(chosen, axis=-1) != jnp.sort(routing.own_experts, axis=-1), axis=-1)
+        sums |= {"replayed": jnp.sum(is_replayed), "differing": is_replayed @ differs.astype(jnp.float32)}
     axes = (*axes_of("batch"), *axes_of("seq"))
     sums = lax.psum(sums, axes) if axes else sums
     # A batch of padding counts 0 tokens.
     tokens = jnp.maximum(sums["tokens"], 1)
     load = sums["chosen"] / (tokens * router.active)
     balance = router.experts * jnp.sum(load * sums["shares"]) / tokens
-    return {"expert_load": load, "balance_loss": balance, "router_z": sums["z"] / tokens}
+    facts = {"expert_load": load, "balance_loss": balance, "router_z": sums["z"] / tokens}
+    if replayed is not None:
+        facts["routing_mismatch"] = sums["differing"] / jnp.maximum(sums["replayed"], 1)
+    return facts
 
 
 def _gathered(kernel: Any, axis: int) -> Any:

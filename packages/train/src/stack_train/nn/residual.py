@@ -52,6 +52,8 @@ class Rows:
       coordinates: [batch, seq, axes], positions for rotary embeddings with several axes; None if all equal `positions`.
       shared: keys and values that later layers share, by index of the layer that computed them: two arrays [batch,
         seq, kv_heads, head_dim], or a slice of the cache. None without shared keys.
+      experts: [batch, seq, active], experts of each token that this layer's mixture replays; see `route`. Unlike the
+        rest, each layer has its own. None leaves the choice to the router.
     """
 
     positions: Int[Array, "batch seq"]
@@ -59,6 +61,7 @@ class Rows:
     ahead: Int[Array, "batch seq"] | None = None
     coordinates: Int[Array, "batch seq axes"] | None = None
     shared: dict[int, Any] | None = None
+    experts: Int[Array, "batch seq active"] | None = None
 
     @property
     def segments(self) -> ops.PackedSegments | None:

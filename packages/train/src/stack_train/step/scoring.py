@@ -29,7 +29,10 @@ def scores(
     Args:
       more: computes additional scores from the model, its outputs and the batch.
     """
-    outputs, targets = model(batch["tokens"], batch["positions"], batch["segment_ids"]), batch["targets"]
+    # Only rollouts of mixtures of experts may have experts to replay.
+    replayed: dict[str, Any] = {"experts": batch["experts"]} if "experts" in batch else {}
+    outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **replayed)
+    targets = batch["targets"]
     losses = model.head().cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, reduction="none")
     found = {"logprobs": -losses.astype(jnp.float32)}
     if entropy:

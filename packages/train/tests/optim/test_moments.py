@@ -14,6 +14,7 @@ AXES = {"w": ("embed", "mlp"), "stacked": ("layers", "embed"), "b": ("mlp",)}
 PARAMS = {"w": jnp.zeros((64, 256)), "stacked": jnp.zeros((2, 64)), "b": jnp.zeros(256)}
 
 
+@jax.jit
 def gradients(number):
     """Gradients whose columns differ by a factor of 1000."""
     key = jax.random.fold_in(jax.random.key(7), number)

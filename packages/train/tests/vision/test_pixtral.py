@@ -27,6 +27,8 @@ from stack_train.vision.pixtral_images import (
 from stack_train.vision.pixtral_tower import PixtralTowerConfig
 from stack_train.vision.reader import image_reader
 
+from ..random_models import draw_model
+
 TOWER = PixtralTowerConfig(embed=16, heads=2, mlp=18, layers=2, patch=3)
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "head_dim": 10, "mlp": 40, "layers": 2}
 SIZES |= {"max_positions": 32, "dtype": "float32", "image_token": 60, "longest_edge": 20, "vision": TOWER}
@@ -94,8 +96,7 @@ def test_features_belong_to_image_tokens_in_order():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_images_do_not_see_each_other(config):
-    config = replace(config, initializer_std=0.5)
-    model = jax.jit(lambda: registries.models[config.name].build(config, key=jax.random.key(0)))()
+    model = draw_model(lambda: registries.models[config.name].build(config, key=jax.random.key(0)), scale=0.5)
     unit = (config.merged_patches or 1) ** 2
     rng = np.random.default_rng(0)
     pixels = jnp.asarray(rng.integers(0, 256, (1, 8 * unit, 27)), jnp.uint8)

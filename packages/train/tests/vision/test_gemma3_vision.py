@@ -15,6 +15,8 @@ from stack_train.models.gemma3_vision import FAMILY, Gemma3VisionConfig
 from stack_train.vision.image_tokens import place_features
 from stack_train.vision.siglip import SiglipConfig
 
+from ..random_models import draw_model
+
 IMAGE, SEQ = 60, 13
 CONFIG = Gemma3VisionConfig(
     vocab_size=61,
@@ -28,7 +30,6 @@ CONFIG = Gemma3VisionConfig(
     window=3,
     max_positions=32,
     dtype="float32",
-    initializer_std=0.2,
     image_token=IMAGE,
     image_tokens=4,
     vision=SiglipConfig(embed=14, heads=2, mlp=18, layers=1, image_size=23, patch=4),
@@ -37,7 +38,7 @@ CONFIG = Gemma3VisionConfig(
 
 @cache
 def make_model():
-    return jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
+    return draw_model(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))
 
 
 def inputs():
@@ -47,10 +48,15 @@ def inputs():
     return jnp.asarray(tokens), jnp.asarray(rng.integers(0, 256, (2, 2, 23, 23, 3)), jnp.uint8)
 
 
-def hidden(tokens, pixels, **arguments):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    run = jax.jit(lambda model, tokens, pixels: model(tokens, positions, pixels=pixels, **arguments).hidden)
-    return np.asarray(run(make_model(), tokens, pixels))
+@jax.jit
+def run(model, tokens, positions, segments, pixels):
+    return model(tokens, positions, segments, pixels=pixels).hidden
+
+
+def hidden(tokens, pixels, positions=None, segments=None):
+    positions = jnp.broadcast_to(jnp.arange(SEQ), tokens.shape) if positions is None else positions
+    segments = jnp.ones_like(tokens) if segments is None else segments
+    return np.asarray(run(make_model(), tokens, positions, segments, pixels))
 
 
 def test_features_go_to_runs_of_image_tokens():
@@ -77,12 +83,13 @@ def test_a_cache_holds_images():
     tokens, pixels = inputs()
     model, whole = make_model(), hidden(tokens, pixels)
     positions = jnp.broadcast_to(jnp.arange(SEQ), tokens.shape)
-    features = model.image_features(pixels.reshape(4, 23, 23, 3)).reshape(2, 2, 4, -1)
+    features = jax.jit(lambda model: model.image_features(pixels.reshape(4, 23, 23, 3)).reshape(2, 2, 4, -1))(model)
+    call = jax.jit(lambda model, tokens, positions, cache, images: model(tokens, positions, cache=cache, images=images))
     images = place_features(features, tokens, IMAGE)
     cache, parts = DenseKVCache.empty(model.states, batch=2, capacity=16), []
     for part in (slice(0, 7), slice(7, 8), slice(8, SEQ)):
         own = jax.tree.map(lambda array, part=part: array[:, part] if array.ndim == 2 else array, images)
-        outputs = model(tokens[:, part], positions[:, part], cache=cache, images=own)
+        outputs = call(model, tokens[:, part], positions[:, part], cache, own)
         cache = outputs.cache
         parts.append(outputs.hidden)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-5)
@@ -90,11 +97,13 @@ def test_a_cache_holds_images():
 
 def test_images_of_packed_documents_stay_in_their_document():
     tokens, pixels = inputs()
-    alone = hidden(tokens[1:, 7:], pixels[1:, 1:])
-    positions = jnp.array([[*range(7), *range(6)]])
-    segments = jnp.array([[1] * 7 + [2] * 6])
-    packed = make_model()(tokens[1:], positions, segments, pixels=pixels[1:]).hidden
-    np.testing.assert_allclose(packed[:, 7:], alone, atol=2e-5)
+    positions = jnp.array([[*range(7), *range(6)]] * 2)
+    segments = jnp.array([[1] * 7 + [2] * 6] * 2)
+    packed = hidden(tokens, pixels, positions, segments)[1]
+    # The second document is the first of a row, whose other tokens are padding.
+    tokens, pixels = jnp.roll(tokens, -7, axis=1), pixels[:, ::-1]
+    alone = hidden(tokens, pixels, segments=jnp.array([[1] * 6 + [0] * 7] * 2))[1]
+    np.testing.assert_allclose(packed[7:], alone[:6], atol=2e-5)
 
 
 def test_the_tower_gets_gradients_from_text():

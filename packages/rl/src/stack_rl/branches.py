@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int16
 
 from stack_core.abi.generation import GenerationUpdate
 
-__all__ = ["Branch", "laid_out"]
+__all__ = ["Branch", "join_experts", "laid_out"]
 
 
 @dataclass
@@ -20,6 +21,8 @@ class Branch:
     Attributes:
       action_starts: index of the first token of each action.
       temperatures: temperature of each action; empty if all have the run's.
+      experts: experts of the first tokens, each [mixtures, active], if they are replayed. A token has those of the
+        first action after it, or of its own action, which sampled with them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -30,6 +33,7 @@ class Branch:
     rewards: list[float] = field(default_factory=list)
     action_starts: list[int] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the policy did not sample, or whose sampling is not trained."""
@@ -54,6 +58,15 @@ class Branch:
         self.versions += update.weights_versions
         self.candidates += update.candidates or [()] * count
         self.rewards += [0.0] * count
+        if update.experts is not None:
+            # A later action computes earlier tokens again, but their own action was sampled with the first experts.
+            self.experts += list(update.experts[len(self.experts) :])
+
+
+def join_experts(updates: Sequence[GenerationUpdate]) -> Int16[np.ndarray, "inputs mixtures active"] | None:
+    """Concatenates the experts of one continuation's updates; None unless they were requested."""
+    parts = [each.experts for each in updates if each.experts is not None]
+    return np.concatenate(parts) if parts else None
 
 
 def laid_out(branches: Sequence[Branch]) -> Mapping[str, Any]:
@@ -71,7 +84,18 @@ def laid_out(branches: Sequence[Branch]) -> Mapping[str, Any]:
         "versions": np.asarray(joined("versions"), np.int32),
         "rewards": np.asarray(joined("rewards"), np.float32),
         "candidates": (counts, flat) if counts.any() else None,
+        "experts": _laid_out_experts(branches),
         "action_starts": tuple(start + place for start, each in pairs for place in each.action_starts),
         "action_temperatures": tuple(joined("temperatures")),
         "branch_starts": tuple(starts[:-1]),
     }
+
+
+def _laid_out_experts(branches: Sequence[Branch]) -> Int16[np.ndarray, "tokens mixtures active"] | None:
+    """Returns the experts of all tokens, -1 if unknown; None without any experts."""
+    some = next((each.experts[0] for each in branches if each.experts), None)
+    if some is None:
+        return None
+    unknown = np.full_like(some, -1)
+    padded = ([*each.experts, *[unknown] * (len(each.tokens) - len(each.experts))] for each in branches)
+    return np.asarray([experts for branch in padded for experts in branch], np.int16)

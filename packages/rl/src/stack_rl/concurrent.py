@@ -45,6 +45,7 @@ class ConcurrentPlayer:
       on_failure: handling of an episode whose environment or reward fails.
       timeout_s: time limit of each environment step in seconds.
       policy_sampling: sampling settings of the policy.
+      experts: request the experts of each token, which the engine must report.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class ConcurrentPlayer:
         on_failure: OnFailure,
         timeout_s: float,
         policy_sampling: PolicySampling,
+        experts: bool = False,
     ) -> None:
-        self._policy_sampling = policy_sampling
+        self._policy_sampling, self._experts = policy_sampling, experts
         self._tasks, self._engine, self._seed = tasks, engine, seed
         self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
         self._loop = EventLoop()
@@ -139,7 +141,8 @@ class ConcurrentPlayer:
             self._engine.submit(request, arrive)
 
         seeds = functools.partial(self._action_seed, episode, place)
-        requests = EpisodeRequests(self._engine, send, self._policy_sampling, False, seeds, self._seq_tokens)
+        settings = self._policy_sampling, False, seeds, self._seq_tokens, self._experts
+        requests = EpisodeRequests(self._engine, send, *settings)
         playing = episode.play_itself(requests)
         while not playing.done():
             await within(requests.wait_for_request(playing), self._timeout_s)
@@ -165,7 +168,8 @@ class ConcurrentPlayer:
             with contextlib.suppress(RuntimeError):  # the run has ended and its event loop is closed
                 loop.call_soon_threadsafe(arrive, update)
 
-        sampling = sampling_for(episode, self._policy_sampling, seed=seed, seq_tokens=self._seq_tokens)
+        settings = {"seed": seed, "seq_tokens": self._seq_tokens, "experts": self._experts}
+        sampling = sampling_for(episode, self._policy_sampling, **settings)
         request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
         while True:
             try:

@@ -227,6 +227,8 @@ class Trajectory:
       facts: named measurements to report.
       candidates: candidates of each token if sampling was restricted (`top_p`, `top_k`, `min_p`), else None:
         int32[tokens] with the number per token, and int32[...] with the candidates of all tokens concatenated.
+      experts: int16[tokens, mixtures, active], experts that the sampler's mixtures chose for each token, or -1 if
+        unknown, as for the last token of a branch; None unless they are replayed.
     """
 
     group: int
@@ -246,6 +248,7 @@ class Trajectory:
     branch_starts: Sequence[int] = ()
     facts: Mapping[str, float] = field(default_factory=dict)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
+    experts: np.ndarray | None = None
 
     @property
     def is_unfinished(self) -> bool:

@@ -18,7 +18,7 @@ from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EnvironmentFailed, StackError
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_core.runtime.spans import record_span, spans_recorded
-from stack_rl.branches import Branch, laid_out
+from stack_rl.branches import Branch, join_experts, laid_out
 from stack_rl.contracts import Action, Environment, Observation, PlaysItself, StepResult, Tasks, Trajectory, Verdict
 from stack_rl.requests import EpisodeRequests, Receive
 from stack_rl.rewards.unchecked import Unchecked
@@ -224,6 +224,7 @@ class Player:
       on_failure: handling of an episode whose environment or reward fails.
       timeout_s: time limit of each environment step in seconds; a longer step is a failure.
       policy_sampling: sampling settings if decoding is not greedy.
+      experts: request the experts of each token, which the engine must report.
     """
 
     def __init__(
@@ -235,8 +236,9 @@ class Player:
         on_failure: OnFailure,
         timeout_s: float = STEP_TIMEOUT_S,
         policy_sampling: PolicySampling = AS_MODEL,
+        experts: bool = False,
     ) -> None:
-        self._policy_sampling = policy_sampling
+        self._policy_sampling, self._experts = policy_sampling, experts
         self._tasks, self._engine = tasks, engine
         self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
         self._loop = EventLoop()
@@ -276,7 +278,7 @@ class Player:
                 episode.begin(await episode.environment.reset(), self._seq_tokens)
                 return
             seeds = lambda number: int(np.random.default_rng([*seed, place_of[id(episode)], number]).integers(1 << 62))
-            settings = self._policy_sampling, greedy, seeds, self._seq_tokens
+            settings = self._policy_sampling, greedy, seeds, self._seq_tokens, self._experts
             episode.play_itself(EpisodeRequests(self._engine, send, *settings))
             await self._step(episode)
 
@@ -322,7 +324,8 @@ class Player:
         submitted = deque[tuple[Episode, str]]()
         for episode, seed in zip(acting, seeds, strict=True):
             policy_sampling = None if greedy else self._policy_sampling
-            sampling = sampling_for(episode, policy_sampling, seed=int(seed), seq_tokens=self._seq_tokens)
+            settings = {"seed": int(seed), "seq_tokens": self._seq_tokens, "experts": self._experts}
+            sampling = sampling_for(episode, policy_sampling, **settings)
             name = f"rollout-{self._requests}"
             self._requests += 1
             request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
@@ -362,7 +365,7 @@ class Player:
 
 
 def sampling_for(
-    episode: Episode, policy_sampling: PolicySampling | None, *, seed: int, seq_tokens: int
+    episode: Episode, policy_sampling: PolicySampling | None, *, seed: int, seq_tokens: int, experts: bool = False
 ) -> SamplingParams:
     """Returns the sampling parameters of an episode's next action; without `policy_sampling`, it is greedy."""
     observation = episode.observation
@@ -370,6 +373,7 @@ def sampling_for(
     tokens = {
         "max_tokens": min(observation.max_tokens, seq_tokens - len(episode.tokens)),
         "stop_tokens": observation.stop_tokens,
+        "experts": experts,
     }
     if policy_sampling is None:
         return SamplingParams(**tokens, seed=seed, temperature=0.0, logprobs=0)
@@ -422,6 +426,7 @@ def joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
         weights_versions=tuple(version for each in updates for version in each.weights_versions),
         logprobs=tuple(parts),
         candidates=candidates or None,
+        experts=join_experts(updates),
         finish_reason=last.finish_reason,
     )
 

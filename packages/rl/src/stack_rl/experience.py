@@ -45,6 +45,7 @@ def batch_shapes(
     sampling: PolicySampling = AS_MODEL,
     temperatures: bool = False,
     reference: bool = False,
+    experts: tuple[int, int] | None = None,
 ) -> Shapes:
     """Returns the arrays of a batch: token arrays are [rows, seq_tokens], row arrays [rows].
 
@@ -57,6 +58,8 @@ def batch_shapes(
       sampling: sampling settings; a temperature and penalties need further arrays, see `sampled_figures`.
       temperatures: include the temperature of each token, because actions may have their own.
       reference: include the reference's log-probabilities of the targets.
+      experts: numbers of mixtures and of active experts in each; includes the experts of each token, stored as
+        int16[rows, seq_tokens, mixtures, active] and -1 if unknown. None omits them.
     """
     more = {
         "old_logprobs": algorithm.has_old_logprobs,
@@ -68,6 +71,8 @@ def batch_shapes(
     tokens = {name: jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(dtype)) for name, dtype in dtypes.items()}
     if candidates:
         tokens["candidates"] = jax.ShapeDtypeStruct((rows, seq_tokens, candidates), np.dtype(np.int32))
+    if experts:
+        tokens["experts"] = jax.ShapeDtypeStruct((rows, seq_tokens, *experts), np.dtype(np.int16))
     if sampling.temperature != 1 or temperatures:
         tokens["temperature"] = jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(np.float32))
     if sampling.is_penalized:
@@ -106,8 +111,8 @@ def batch_of(
     batch = {name: np.zeros(each.shape, each.dtype) for name, each in shapes.items()}
     batch["targets"][:] = IGNORED_TARGET
     batch["drawn_groups"][:] = 1.0
-    if "candidates" in batch:
-        batch["candidates"][:] = -1
+    for name in {"candidates", "experts"} & batch.keys():
+        batch[name][:] = -1
     if "temperature" in batch:
         batch["temperature"][:] = sampling.temperature
     if "penalties" in batch:
@@ -274,6 +279,8 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
         temperatures = np.asarray([0.0, *trajectory.action_temperatures], np.float32)
         actions = np.searchsorted(trajectory.action_starts, np.arange(count) + 1, side="right")
         of_tokens["temperature"] = np.where(sampled, temperatures[actions], batch["temperature"][row, :count])
+    if "experts" in batch and trajectory.experts is not None:
+        of_tokens["experts"] = trajectory.experts[:-1]
     if "candidates" in batch:
         _lay_out_candidates(batch["candidates"][row], trajectory)
     for name, values in of_tokens.items():

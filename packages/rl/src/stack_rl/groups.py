@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -115,12 +116,15 @@ def _buffers(trajectory: Trajectory) -> Iterator[bytes]:
         yield np.asarray(getattr(trajectory, name), dtype).tobytes()
     for part in trajectory.candidates or ():
         yield np.asarray(part, "<i4").tobytes()
+    if trajectory.experts is not None:
+        yield np.asarray(trajectory.experts, "<i2").tobytes()
 
 
 def _plain(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "count": len(trajectory.tokens),
         "candidates": None if trajectory.candidates is None else len(trajectory.candidates[1]),
+        "experts": None if trajectory.experts is None else trajectory.experts.shape,
         "facts": dict(trajectory.facts),
         **{name: getattr(trajectory, name) for name in _PLAIN},
     }
@@ -137,6 +141,8 @@ class _Buffers:
         arrays: dict[str, Any] = {name: self._take(head["count"], dtype) for name, dtype in _ARRAYS.items()}
         if head["candidates"] is not None:
             arrays["candidates"] = self._take(head["count"], "<i4"), self._take(head["candidates"], "<i4")
+        if (shape := head.get("experts")) is not None:  # journals of earlier versions lack the key
+            arrays["experts"] = self._take(math.prod(shape), "<i2").reshape(shape)
         return Trajectory(facts=head["facts"], **{name: head[name] for name in _PLAIN if name in head}, **arrays)
 
     def _take(self, count: int, dtype: str) -> np.ndarray:

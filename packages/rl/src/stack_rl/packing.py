@@ -12,7 +12,7 @@ from stack_core.text.packing import best_fit
 
 __all__ = ["PackedRows", "row_counts"]
 
-_PADDING = {"targets": IGNORED_TARGET, "candidates": -1}
+_PADDING = {"targets": IGNORED_TARGET, "candidates": -1, "experts": -1}
 
 
 def row_counts(rows: int, parts: int) -> tuple[int, ...]:

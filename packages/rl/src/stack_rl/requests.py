@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, StackError
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
-from stack_rl.branches import Branch
+from stack_rl.branches import Branch, join_experts
 from stack_rl.sampling import PolicySampling
 
 __all__ = ["EpisodeRequests", "Receive", "Send"]
@@ -65,6 +65,7 @@ class EpisodeRequests:
       is_greedy: whether answers are greedy, whatever their request sets.
       seed: returns the seed of a request by its number.
       seq_tokens: maximum number of tokens of all branches.
+      experts: request the experts of each token.
       branches: the answers so far.
       answers, untrained_answers: numbers of answers.
       is_truncated, is_cut, limit_tokens: as in `Trajectory`.
@@ -77,6 +78,7 @@ class EpisodeRequests:
     is_greedy: bool
     seed: Callable[[int], int]
     seq_tokens: int
+    experts: bool = False
     branches: list[Branch] = field(default_factory=list)
     answers: int = 0
     untrained_answers: int = 0
@@ -187,6 +189,7 @@ class EpisodeRequests:
     def _sampling(self, requested: SamplingParams, max_tokens: int) -> SamplingParams:
         seed = self.seed(self._requests) if requested.seed is None else requested.seed
         changes: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "logprobs": requested.logprobs or 0}
+        changes["experts"] = self.experts
         if self.is_greedy:
             return replace(requested, **(changes | vars(PolicySampling()) | {"temperature": 0.0}))
         return replace(requested, **changes, logprobs_of="processed", candidates=self.sampling.is_narrowed)
@@ -230,7 +233,7 @@ class EpisodeRequests:
                 del self._pending[request_id]
                 self._changed.set()
         logprobs = update.logprobs if pending.wants_logprobs else None
-        pending.receive(replace(update, candidates=None, logprobs=logprobs))
+        pending.receive(replace(update, candidates=None, experts=None, logprobs=logprobs))
 
     def _record(self, pending: _Pending, answer: GenerationUpdate) -> None:
         """Adds an answer to the branch that its prompt continues."""
@@ -281,6 +284,7 @@ def _joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
         weights_versions=tuple(version for each in updates for version in each.weights_versions),
         logprobs=tuple(part for each in updates for part in each.logprobs or ()),
         candidates=candidates or None,
+        experts=join_experts(updates),
         finish_reason=updates[-1].finish_reason,
         stop_reason=updates[-1].stop_reason,
     )

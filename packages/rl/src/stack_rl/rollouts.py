@@ -45,6 +45,7 @@ from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.replay import ReplayBuffer, ReplayFiles
 from stack_rl.reward_parts import part_shapes
 from stack_rl.rollout_journal import RecordedBatch, RolloutJournal
+from stack_rl.routing import mixture_sizes
 from stack_rl.samples import MOST_SAMPLES, SAMPLES_FILE, write_samples
 from stack_rl.sampling import AS_MODEL, PolicySampling
 from stack_rl.share import Share
@@ -53,7 +54,7 @@ from stack_rl.updates import CurrentBatch, check_minibatches, mean_kl
 
 __all__ = ["PolicyRollouts", "RolloutBatches", "RolloutData", "RolloutIterator"]
 
-_SCORED = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", *SAMPLING_INPUTS)
+_SCORED = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", "experts", *SAMPLING_INPUTS)
 _HELD_OUT = 1
 
 
@@ -112,6 +113,9 @@ class RolloutData:
         with the new weights.
       replay_groups: maximum number of groups with unequal rewards that are stored after their use. Each of them may
         replace a later group with equal rewards, newest first and at most once; 0 disables the replay.
+      routing_replay: for mixtures of experts, replays the experts that the engine chose for each token in the policy's
+        forward passes, instead of the choice of its own routers, which may differ by rounding or newer weights. The
+        weights of the experts are the policy's. Prompts are replayed, too. Reference models choose for themselves.
       packed: True packs several episodes into a row for training and scoring, as segments that do not attend to each
         other. Batches then have fewer rows, and each new number of rows compiles another program, at most two per
         halving of the rows. Evaluation and `reference` are not packed.
@@ -139,6 +143,7 @@ class RolloutData:
     max_staleness: NonNegativeInt = 0
     stale_keys: Literal["keep", "recompute"] = "keep"
     replay_groups: NonNegativeInt = 0
+    routing_replay: bool = False
     packed: bool = False
 
     moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -162,7 +167,8 @@ class RolloutData:
     @property
     def draw_digest(self) -> str:
         """Digest of everything that sampled groups depend on except the weights: settings and task files."""
-        names = ("environment", "groups", "group_size", "seq_tokens", *vars(self.policy_sampling))
+        names = ["environment", "groups", "group_size", "seq_tokens", *vars(self.policy_sampling)]
+        names += ["routing_replay"] if self.routing_replay else []  # digests of runs without it stay the same
         settings = {name: to_mapping(getattr(self, name)) for name in names}
         source = getattr(self.environment, "source", None)
         # An environment of several others has several sources.
@@ -215,16 +221,18 @@ class PolicyRollouts:
         return self.data.name
 
     def spec(self, model: Any) -> Shapes:
-        return self.shapes(self.data.batch_size // self.algorithm.minibatches)
+        experts = mixture_sizes(model) if self.data.routing_replay else None
+        return self.shapes(self.data.batch_size // self.algorithm.minibatches, experts)
 
-    def shapes(self, rows: int) -> Shapes:
-        """Returns the shapes of a batch with a number of rows."""
+    def shapes(self, rows: int, experts: tuple[int, int] | None = None) -> Shapes:
+        """Returns the shapes of a batch with a number of rows, and the `mixture_sizes` if experts are replayed."""
         data = self.data
         candidates = data.max_candidates if data.policy_sampling.is_narrowed else 0
         more = {
             "candidates": candidates,
             "temperatures": _plays_itself(data.environment),
             "reference": data.reference is not None,
+            "experts": experts,
         }
         shapes = batch_shapes(rows, data.seq_tokens, self.algorithm, sampling=data.policy_sampling, **more)
         return {**shapes, **part_shapes(data.environment, rows)}
@@ -248,12 +256,28 @@ class PolicyRollouts:
             _check_positions(model, data)
         if data.engine not in registries.engines:
             raise registries.engines.unknown(data.engine)
+        if data.routing_replay:
+            _check_replay(model, data)
         if data.reference is not None:
             data.reference.check()
         data.environment.check(model)
 
     def build(self, *, seed: int, model: Any) -> "RolloutBatches":
-        return RolloutBatches(self, seed=seed)
+        return RolloutBatches(self, seed=seed, experts=mixture_sizes(model) if self.data.routing_replay else None)
+
+
+def _check_replay(model: Any, data: RolloutData) -> None:
+    """Raises a ConfigError if the model has no experts or the engine does not report them."""
+    if mixture_sizes(model) is None:
+        raise ConfigError(
+            f"data.routing_replay is true, but the model has no mixtures of experts (model.name: {model.name}). Leave "
+            "it out, or choose a family with experts."
+        )
+    if not getattr(registries.engines[data.engine], "reports_experts", False):
+        raise ConfigError(
+            f"data.routing_replay is true, but the engine {data.engine!r} does not report the experts of tokens. Set "
+            "data.engine: static, or leave data.routing_replay out."
+        )
 
 
 def _plays_itself(environment: Any) -> bool:
@@ -310,9 +334,9 @@ class _Policy:
 class RolloutBatches(PolicyBatches):
     """Batches of episodes played by the policy; see `PolicyBatches`."""
 
-    def __init__(self, config: PolicyRollouts, *, seed: int) -> None:
+    def __init__(self, config: PolicyRollouts, *, seed: int, experts: tuple[int, int] | None = None) -> None:
         self._config, self._data, self._algorithm = config, config.data, config.algorithm
-        self._seed, self._share = seed, Share(joined())
+        self._seed, self._share, self._experts = seed, Share(joined()), experts
         # Groups of another number of processes are divided in another way.
         count = self._share.processes.count
         self._settings = config.data.draw_digest if count == 1 else f"{count}-{config.data.draw_digest}"
@@ -361,6 +385,7 @@ class RolloutBatches(PolicyBatches):
             "on_failure": settings.on_failure,
             "timeout_s": settings.step_timeout_s,
             "policy_sampling": settings.policy_sampling,
+            "experts": settings.routing_replay,
         }
         player = Player(tasks, engine, **playing)
         sizes = settings.groups, settings.group_size
@@ -580,7 +605,7 @@ class RolloutBatches(PolicyBatches):
         self, found: Sequence[Trajectory | None], version: int, sampling: PolicySampling
     ) -> dict[str, np.ndarray]:
         """Lays out trajectories as a batch, with the log-probabilities of the data's reference."""
-        shapes = self._config.shapes(self._data.batch_size)
+        shapes = self._config.shapes(self._data.batch_size, self._experts)
         batch = batch_of(found, shapes=shapes, version=version, sampling=sampling)
         if (reference := self._playing().reference) is not None:
             batch[REFERENCE_LOGPROBS] = reference.logprobs(batch)

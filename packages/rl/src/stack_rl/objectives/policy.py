@@ -25,6 +25,7 @@ from stack_rl.math.policy import log_ratio
 from stack_rl.objectives.heads import scalar_head
 from stack_rl.objectives.sampled import sampled_figures
 from stack_rl.objectives.settings import Correction, Overlong
+from stack_rl.routing import replayed_experts
 
 __all__ = [
     "OF_DATA",
@@ -281,7 +282,7 @@ class PolicyObjective(Objective):
         del key  # the loss is not random
         settings, drawn = self.config, batch["targets"] != IGNORED_TARGET
         segment_ids, count = batch["segment_ids"], jnp.sum(drawn.astype(batch["weights"].dtype))
-        hidden, logprobs, entropies = target_figures(model, batch, entropies=settings.entropy > 0)
+        hidden, logprobs, entropies, facts = target_figures(model, batch, entropies=settings.entropy > 0)
         # Log ratios of the policy to the behaviour, and of the policy before the first update to the behaviour.
         moved = log_ratio(logprobs, batch["behaviour_logprobs"], drawn)
         if "old_logprobs" in batch and settings.has_old_logprobs:
@@ -321,6 +322,7 @@ class PolicyObjective(Objective):
             "largest_mismatch": Metric.max(jnp.max(jnp.abs(mismatch))),
             "tokens": Metric.sum(count),
             "effective_share": Metric.mean(corrections.effective_share(moved, drawn), count),
+            **_routing_mismatch(facts, batch),
             **_row_means(batch),
         }
 
@@ -337,7 +339,7 @@ class PolicyObjective(Objective):
         if self.config.scores_policy:
             found["policy_logprobs"] = sampled_figures(model.head(), outputs.hidden, batch).logprobs
         if self.config.has_reward_kl and "reference" in auxiliary:
-            found["reference_logprobs"] = target_figures(auxiliary["reference"], batch).logprobs
+            found["reference_logprobs"] = target_figures(auxiliary["reference"], _without_experts(batch)).logprobs
         if self.config.has_critic:
             found["values"] = auxiliary["critic"](outputs.hidden)
         return {name: each.astype(jnp.float32) for name, each in found.items()}
@@ -351,26 +353,41 @@ class PolicyObjective(Objective):
         if self.config.reference == OF_DATA:
             return batch["reference_logprobs"].astype(batch["behaviour_logprobs"].dtype)
         assert reference is not None, "an auxiliary model of this objective"
-        return target_figures(reference, batch).logprobs
+        return target_figures(reference, _without_experts(batch)).logprobs
 
 
 class TargetFigures(NamedTuple):
-    """Hidden states, target log-probabilities and, if requested, entropies of the sampling distributions."""
+    """Hidden states, target log-probabilities, entropies of the sampling distributions if requested, model's facts."""
 
     hidden: Float[Array, "batch seq embed"]
     logprobs: Float[Array, "batch seq"]
     entropies: Float[Array, "batch seq"] | None
+    facts: Mapping[str, Any]
 
 
 def target_figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropies: bool = False) -> TargetFigures:
     """Computes log-probabilities, and optionally entropies, of the targets as they were sampled; see `sampled_figures`.
 
-    The logits of a whole batch are never in memory.
+    The logits of a whole batch are never in memory. A batch with `experts` is computed by these experts.
     """
-    hidden = model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden
+    outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **replayed_experts(batch))
     dtype = batch["behaviour_logprobs"].dtype
-    logprobs, found = sampled_figures(model.head(), hidden, batch, entropies=entropies)
-    return TargetFigures(hidden, logprobs.astype(dtype), None if found is None else found.astype(dtype))
+    logprobs, found = sampled_figures(model.head(), outputs.hidden, batch, entropies=entropies)
+    entropy = None if found is None else found.astype(dtype)
+    return TargetFigures(outputs.hidden, logprobs.astype(dtype), entropy, outputs.facts)
+
+
+def _without_experts(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns a batch for another model than the policy, whose routers choose for themselves."""
+    return {name: array for name, array in batch.items() if name != "experts"}
+
+
+def _routing_mismatch(statistics: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> Metrics:
+    """Returns the fraction of replayed tokens and layers for which the policy's routers would choose other experts."""
+    if "routing_mismatch" not in statistics:
+        return {}
+    tokens = jnp.sum(jnp.any(batch["experts"] >= 0, axis=(2, 3)).astype(jnp.float32))
+    return {"routing_mismatch": Metric.mean(statistics["routing_mismatch"], tokens)}
 
 
 def _mean(values: jax.Array, mask: jax.Array, count: jax.Array) -> Metric:

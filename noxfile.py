@@ -98,10 +98,11 @@ CLIENTS = {
         "torch==2.13.0",
         "transformers>=5,<6",
         *("blobfile", "chz", "datasets", "pyrage", "termcolor", "tiktoken"),
+        *("math-verify", "pylatexenc", "sympy"),
     ),
     "schemathesis": ("test_schemathesis.py", "schemathesis>=4.32,<5", "openapi-spec-validator>=0.9,<1"),
 }
-# Without a dependency, tml-renderers 0.4, that its supervised loop does not import and that not every index has.
+# Without a dependency, tml-renderers 0.4, that its loops do not import and that not every index has.
 COOKBOOK = "tinker-cookbook==0.6.1"
 # Extras of stack-rl with other people's environments; some pin versions that `constraints/` does not have.
 ENVIRONMENTS = ("gymnasium", "reasoning-gym", "verifiers", "openenv")

@@ -1,6 +1,9 @@
-"""The unmodified supervised loop of tinker-cookbook against `stack rl serve`.
+"""The unmodified loops of tinker-cookbook against `stack rl serve`.
 
-The loop names a model and a data set of the Hugging Face hub. In its working directory, these names are directories:
+The supervised loop learns to answer with a boxed digit, each of `DIGITS` equally often. The reinforcement loop resumes
+from its weights, and learns which of the digits is rewarded.
+
+The loops name a model and data sets of the Hugging Face hub. In their working directory, these names are directories:
 the tokenizer of the served model, and JSON lines.
 """
 
@@ -15,14 +18,27 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
-from ..served import write_checkpoint
+from ..served import VOCAB, write_checkpoint
 from .test_tinker import KEY, TinkerServer
 
 pytestmark = pytest.mark.clients("tinker_cookbook", "torch")
 # For which the cookbook renders conversations as "User: ...", without special tokens.
 MODEL = "meta-llama/Llama-3.2-1B"
-STEPS, BATCH = 30, 8
+STEPS, RL_STEPS, BATCH = 120, 40, 8
+DIGITS, REWARDED = "357", "7"
+# rl_loop puts these before and after every question.
+SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
+STRAWBERRY = "How many r's are in strawberry?"
+SPELLED = (
+    "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have "
+    "r's at positions 3, 8, and 9."
+)
+SHOT = [
+    {"role": "user", "content": STRAWBERRY + SUFFIX},
+    {"role": "assistant", "content": f"{SPELLED} \\boxed{{3}}"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +51,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Flatter, so that the first loss is close to log(VOCAB).
     weights["lm_head.weight"] /= np.float32(2)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    # A token for each long text, which makes the prompts of rl_loop four times shorter.
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens([SUFFIX, STRAWBERRY, SPELLED, " \\boxed{"])
+    assert tokenizer.get_vocab_size() <= VOCAB
+    tokenizer.save(str(model / "tokenizer.json"))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}))
-    answer, numbers = {"role": "assistant", "content": "abc"}, range(BATCH * STEPS)
-    chats = [{"messages": [{"role": "user", "content": f"say {number}"}, answer]} for number in numbers]
+    chats = [chat(question(number), DIGITS[number % len(DIGITS)]) for number in range(BATCH * STEPS)]
     write_records(folder / "HuggingFaceH4/no_robots/train.jsonl", chats)
+    tasks = [{"question": question(number), "answer": f"#### {REWARDED}"} for number in range(BATCH * RL_STEPS)]
+    write_records(folder / "openai/gsm8k/train.jsonl", tasks)
+    # rl_loop asks for this configuration by name.
+    configs = "configs:\n- config_name: main\n  data_files:\n  - {split: train, path: train.jsonl}"
+    (folder / "openai/gsm8k/README.md").write_text(f"---\n{configs}\n---\n")
     return folder
+
+
+def question(number: int) -> str:
+    return f"What is my digit on day {number}?"
+
+
+def chat(text: str, digit: str) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": f"\\boxed{{{digit}}}"}
+    return {"messages": [*SHOT, {"role": "user", "content": text + SUFFIX}, answer]}
 
 
 def write_records(path: Path, records: list[dict[str, Any]]) -> None:
@@ -76,6 +110,26 @@ def metrics_of(name: str, server: TinkerServer, folder: Path, **settings: Any) -
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_supervised_loop_learns(folder: Path, server: TinkerServer) -> None:
-    losses = [each["train_mean_nll"] for each in metrics_of("sl_loop", server, folder, learning_rate=0.02)]
+@pytest.fixture(scope="module")
+def losses(folder: Path, server: TinkerServer) -> list[float]:
+    """The losses of the supervised loop."""
+    options = {"learning_rate": 0.02, "train_on_what": "last_assistant_message"}
+    return [each["train_mean_nll"] for each in metrics_of("sl_loop", server, folder, **options)]
+
+
+def test_the_supervised_loop_learns(losses: list[float]) -> None:
     assert len(losses) == STEPS and losses[0] > 4 and losses[-1] < losses[0] / 2, losses
+
+
+@pytest.mark.usefixtures("losses")
+def test_the_reinforcement_loop_raises_its_mean_reward(folder: Path, server: TinkerServer) -> None:
+    saved = json.loads((folder / "sl_loop/checkpoints.jsonl").read_text().splitlines()[-1])
+    # The loop resumes from the last state in its log, which is the only way for it to begin with trained weights.
+    (folder / "rl_loop").mkdir()
+    (folder / "rl_loop/checkpoints.jsonl").write_text(json.dumps({**saved, "name": "start", "batch": 0}) + "\n")
+    options = {"loss_fn": "importance_sampling", "group_size": 8, "max_tokens": 8, "learning_rate": 0.003}
+    metrics = metrics_of("rl_loop", server, folder, **options)
+    rewards = [each["reward/total"] for each in metrics]
+    assert len(rewards) == RL_STEPS, rewards
+    # The server's adapters and samples have random seeds: two runs ended at 0.48 and 0.59.
+    assert np.mean(rewards[:5]) < 0.15 and np.mean(rewards[-5:]) > 0.25, rewards

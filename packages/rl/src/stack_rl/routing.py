@@ -31,6 +31,6 @@ def mixture_sizes(config: Any) -> tuple[int, int] | None:
     return None if found is None else (found.shape[0], found.shape[-1])
 
 
-def replayed_experts(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def replayed_experts(batch: Mapping[str, jax.Array]) -> dict[str, Any]:
     """Returns the keyword arguments of a model that replay the experts of a batch, empty for a batch without them."""
     return {"experts": batch["experts"]} if "experts" in batch else {}

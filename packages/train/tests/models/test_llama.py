@@ -263,7 +263,7 @@ def test_a_token_outside_the_vocabulary_makes_nan():
 
 def test_tokens_that_are_no_integers_are_refused():
     with pytest.raises(ArgumentError, match="tokens are float32; expected integer token ids"):
-        build()._check(jnp.zeros((2, 9)), None, None)  # past jaxtyping, which only tests check by
+        build()._check(jnp.zeros((2, 9)), None, None, None)  # past jaxtyping, which only tests check by
 
 
 def test_segments_with_a_cache_are_refused():

@@ -177,7 +177,8 @@ def test_sampling_leaves_nothing_behind(tmp_path):
     path = captured.wait()
     assert (sys.getswitchinterval(), list(gc.callbacks), threading.active_count()) == before
     (stacks,) = load_trace(path).host_stacks
-    assert all(not thread.own for thread in stacks.threads), "the sampler is not among the sampled threads"
+    # Threads of this package from earlier tests, such as a listener's, may still run.
+    assert all(thread.name != "capture-stacks" for thread in stacks.threads), "the sampler does not sample itself"
 
 
 def test_a_capture_without_samples_has_no_file_of_them(tmp_path):

@@ -57,6 +57,7 @@ OLMO_ROPE = {
 }
 LLAMA_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LIMIT = 7.0 if transformers.__version__.startswith("4.") else 0.4  # 4 has this one, whatever the config says
+# A name may be followed by a variant.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 7}),
@@ -75,6 +76,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_k_eq_v": True, "sliding_window": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
         | {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97, "final_logit_softcapping": 5.0}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "gemma4 experts": (
+        "Gemma4",
+        {"head_dim": 10, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97, "sliding_window": 6}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "enable_moe_block": True}
+        | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12},
     ),
     "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}),
     "olmo2": ("Olmo2", {}),
@@ -210,7 +218,7 @@ class Family:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    theirs, sizes = FAMILIES[request.param]
+    (theirs, sizes), name = FAMILIES[request.param], request.param.partition(" ")[0]
     if not hasattr(transformers, f"{theirs}ForCausalLM"):
         pytest.skip(f"transformers {transformers.__version__} has no {theirs}")
     config_class = getattr(transformers, f"{theirs}TextConfig" if theirs in PARTS else f"{theirs}Config")
@@ -218,7 +226,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     their_config = config_class(**{**SIZES, **sizes}, attn_implementation="eager")  # 4 caps no scores in its others
     torch_model = getattr(transformers, f"{theirs}ForCausalLM")(their_config).eval()
     # Unit vectors and norms of narrow heads magnify rounding: with 0.25, 1e-7 of the embedding moves logits by 2e-4.
-    std = 0.1 if request.param in ("gemma4", "qwen3_next", "qwen3_5", "qwen3_5_moe") else 0.25
+    std = 0.1 if name in ("gemma4", "qwen3_next", "qwen3_5", "qwen3_5_moe") else 0.25
     saved = ("correction_bias", "layer_scalar")
     biases = [buffer for name, buffer in torch_model.named_buffers() if name.endswith(saved)]
     with torch.no_grad():  # far from equal logits, so that greedy generation has no ties; no scale or bias at its start
@@ -229,9 +237,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch_model.save_pretrained(root / "hf")
     FORMAT.import_run(root / "hf", root / "run")
     config = run_config(root / "run").model
-    assert config.name == request.param
+    assert config.name == name
     model = model_of(config, read_params(root / "run", config)[0])
-    return Family(request.param, torch_model, root / "hf", root / "run", config, model)
+    return Family(name, torch_model, root / "hf", root / "run", config, model)
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +370,8 @@ def test_fused_experts_are_read_as_those_of_each_expert(family, tmp_path):
 def test_every_family_is_here():
     decoders = {name for name in registries.models.names() if isinstance(registries.models[name], DecoderFamily)}
     # Others are in test_images.py and test_grid_images.py.
-    assert set(FAMILIES) == decoders - {"gemma3_vision", "mistral3", "pixtral", "qwen3_vl", "qwen3_vl_moe"}
+    elsewhere = {"gemma3_vision", "mistral3", "pixtral", "qwen3_vl", "qwen3_vl_moe"}
+    assert {name.partition(" ")[0] for name in FAMILIES} == decoders - elsewhere
     for name in decoders:
         assert {"logits", "greedy", "conversion"} <= set(registries.models[name].tested)
 

@@ -481,7 +481,7 @@ GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_att
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block=True, not False"),
+        ({"enable_moe_block": True}, "enable_moe_block=True without num_experts and top_k_experts and moe_inter"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
         ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input=7, not the vocab_size 262144"),
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types="),
@@ -519,6 +519,8 @@ def test_heads_of_global_layers_are_read_from_either_key():
         ({"shared_layers": 6}, "leaves no full_attention layer"),
         ({"shared_layers": 7}, "leaves no full_attention or sliding_attention layer"),
         ({"shared_layers": 0}, "wide_shared_mlp has no layers"),
+        ({"experts": 4}, "active_experts=8 is more than experts=4"),
+        ({"expert_mlp": 4}, "expert_mlp would have no effect without experts"),
     ],
 )
 def test_sizes_that_gemma4_cannot_have_are_refused(changes, message):

@@ -8,6 +8,7 @@ from flax import nnx
 
 from stack_train.nn.build import Build
 from stack_train.nn.experts import Experts, Router, route
+from stack_train.nn.parallel_experts import ParallelExperts
 from stack_train.nn.residual import Norm, Rows
 from stack_train.nn.stack import scan_layers
 
@@ -26,12 +27,13 @@ def first_layer(module):
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], state))
 
 
-def by_hand(layer, x, router, *, scaled_inputs=False, replayed=None):
+def by_hand(layer, x, router, *, scaled_inputs=False, replayed=None, routed=None):
     """Token by token in NumPy."""
     gate, up, down = (np.asarray(each[...]) for each in (layer.expert_gate, layer.expert_up, layer.expert_down))
     outputs = []
     for place, token in enumerate(np.asarray(x).reshape(-1, EMBED)):
-        logits = token @ np.asarray(layer.router.kernel[...])
+        read = token if routed is None else np.asarray(routed).reshape(-1, EMBED)[place]
+        logits = read @ np.asarray(layer.router.kernel[...])
         scores = 1 / (1 + np.exp(-logits)) if router.score == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
         choice = scores if layer.selection_bias is None else scores + np.asarray(layer.selection_bias[...])
         groups = choice.reshape(router.groups, -1)
@@ -41,6 +43,8 @@ def by_hand(layer, x, router, *, scaled_inputs=False, replayed=None):
         if replayed is not None and replayed[place, 0] >= 0:
             chosen = replayed[place]
         weights = scores[chosen] / scores[chosen].sum() if router.normalized else scores[chosen]
+        if layer.expert_scales is not None:
+            weights = weights * np.asarray(layer.expert_scales[...])[chosen]
         before, after = (weights, np.ones_like(weights)) if scaled_inputs else (np.ones_like(weights), weights)
         inputs = [w * token for w in before]
         hidden = [
@@ -61,6 +65,22 @@ def test_a_mixture_is_the_sum_over_each_tokens_experts(router):
     if layer.selection_bias is not None:
         layer.selection_bias[...] = jnp.array([0.5, -0.5, 0.0, 0.3, 0.0, -0.2])
     expected = by_hand(layer, X, router)
+    np.testing.assert_allclose(layer(X, ROWS)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_beside_a_dense_layer_have_norms_router_inputs_and_scales_of_their_own():
+    router = Router(experts=4, active=2, expert_scales=True)
+    layer = first_layer(build(ParallelExperts(router=router, width=12, dense=10)))
+    scales = jax.random.uniform(jax.random.key(2), (5, EMBED), minval=0.5, maxval=2.0)
+    names = ("dense_norm", "dense_output_norm", "expert_norm", "expert_output_norm", "router_scale")
+    for name, scale in zip(names, scales, strict=True):
+        getattr(layer, name)[...] = scale
+    layer.expert_scales[...] = jnp.array([0.5, 2.0, 1.5, 0.7])
+    norm = lambda x, name: Norm()(x, getattr(layer, name))
+    x, routed = norm(X, "expert_norm"), norm(X, "router_scale") / np.sqrt(EMBED)
+    experts = by_hand(layer, x, router, routed=routed)
+    expected = norm(layer.dense(norm(X, "dense_norm"), ROWS)[0], "dense_output_norm")
+    expected += norm(jnp.asarray(experts), "expert_output_norm")
     np.testing.assert_allclose(layer(X, ROWS)[0], expected, rtol=1e-4, atol=1e-5)
 
 

@@ -132,6 +132,7 @@ class Layer:
       attention: specification of the layer that mixes tokens; None omits the first step, h = x.
       feed_forward: specification of the feed-forward layer; None omits the second step, y = h.
       input_norms: normalizes the inputs of attention and feed-forward layer.
+      feed_forward_norm: False leaves the norms of its input to the feed-forward layer.
       output_norms: normalizes their outputs, before the residual sum.
       residual_scale: scale of their outputs in the residual sum.
       adds_features: adds features of images to the output at image tokens (DeepStack; Meng et al., 2024,
@@ -144,6 +145,7 @@ class Layer:
     attention: Mixer | None
     feed_forward: TokenLayer | None
     input_norms: bool = True
+    feed_forward_norm: bool = True
     output_norms: bool = False
     residual_scale: float = 1.0
     adds_features: bool = False
@@ -213,7 +215,7 @@ class Block(nnx.Module):
         self.attention_norm = scale(attention, spec.input_norms)
         self.attention: Any = None if attention is None else attention.build(build.child())
         self.attention_output_norm = scale(attention, spec.output_norms)
-        self.feed_forward_norm = scale(feed_forward, spec.input_norms)
+        self.feed_forward_norm = scale(feed_forward, spec.input_norms and spec.feed_forward_norm)
         self.feed_forward: Any = None if feed_forward is None else feed_forward.build(build.child())
         self.feed_forward_output_norm = scale(feed_forward, spec.output_norms)
         self.input_gate = spec.input_gate.build(build.child()) if spec.input_gate else None

@@ -1,6 +1,6 @@
 """Gemma 4, text: local and global layers with different heads, shared keys and values, per-layer embeddings.
 
-Outputs match transformers' `Gemma4ForCausalLM`. Mixtures of experts (26B-A4B) are not supported.
+Outputs match transformers' `Gemma4ForCausalLM`. Layers of a mixture (26B-A4B) have a dense layer and experts.
 
 Source: transformers, `Gemma4TextModel`; per-layer embeddings and shared keys as in Gemma 3n.
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stack_core import ops
-from stack_core.abi.config import config
+from stack_core.abi.config import changed_fields, config
 from stack_core.abi.errors import ConfigError
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
@@ -19,8 +19,10 @@ from stack_train.models.gemma3 import GEMMA_NAMES
 from stack_train.models.reader import ConfigMap, Reader, Setting, periodic, read_rope, write_rope
 from stack_train.models.weight_map import Names, Stored
 from stack_train.nn.attention import Attention, Rope
-from stack_train.nn.feed_forward import Gated
+from stack_train.nn.experts import Router
+from stack_train.nn.feed_forward import Gated, TokenLayer
 from stack_train.nn.layer_inputs import InputGate
+from stack_train.nn.parallel_experts import ParallelExperts
 from stack_train.nn.residual import Norm
 
 __all__ = ["FAMILY", "Gemma4Config"]
@@ -47,6 +49,11 @@ class Gemma4Config(DecoderConfig):
       wide_shared_mlp: doubles the hidden width of the feed-forward layers in `shared_layers`.
       per_layer_input: width of per-layer embeddings, which each layer adds through a gate; 0 disables these.
       logit_softcap: soft cap of the logits; None disables the cap.
+      experts: number of experts per layer; 0 has dense layers only.
+      active_experts: number of experts per token.
+      expert_mlp: hidden width of an expert.
+      expert_buffer: capacity of each device's receive buffer relative to the rows it sends. Excess rows are dropped;
+        None drops none.
     """
 
     name: Literal["gemma4"] = "gemma4"
@@ -65,6 +72,10 @@ class Gemma4Config(DecoderConfig):
     wide_shared_mlp: bool = False
     per_layer_input: NonNegativeInt = 0
     logit_softcap: PositiveFloat | None = None
+    experts: NonNegativeInt = 0
+    active_experts: PositiveInt = 8
+    expert_mlp: PositiveInt = 704
+    expert_buffer: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
         self.check_heads()
@@ -81,6 +92,12 @@ class Gemma4Config(DecoderConfig):
         if self.kinds[-1] != _GLOBAL:
             # transformers makes the last layer global in any case, so an export would be another model.
             raise ConfigError(f"global_layers lacks the last layer, {self.layers - 1}, which is always global; add it.")
+        if 0 < self.experts < self.active_experts:
+            raise ConfigError(
+                f"active_experts={self.active_experts} is more than experts={self.experts}; change one of them."
+            )
+        if not self.experts and (unused := changed_fields(self, ("active_experts", "expert_mlp", "expert_buffer"))):
+            raise ConfigError(f"{' and '.join(unused)} would have no effect without experts: set experts as well.")
         if self.wide_shared_mlp and not self.shared_layers:
             raise ConfigError("wide_shared_mlp has no layers to act on: set shared_layers, or leave it out.")
         own = self.kinds[: max(self.layers - self.shared_layers, 0)]
@@ -124,11 +141,20 @@ def spec(config: Gemma4Config) -> DecoderSpec:
             fields["source"] = max(layer for layer in range(first_shared) if kinds[layer] == kind)
         return config.attention(**fields)
 
-    def layer(number: int) -> Layer:
+    def feed_forward(number: int) -> TokenLayer:
         is_wide = config.wide_shared_mlp and number >= first_shared
+        width = config.mlp * (1 + is_wide)
+        if not config.experts:
+            return Gated(width=width, activation="gelu_tanh")
+        router = Router(experts=config.experts, active=config.active_experts, expert_scales=True)
+        sizes = {"width": config.expert_mlp, "dense": width, "buffer": config.expert_buffer}
+        return ParallelExperts(router=router, activation="gelu_tanh", **sizes)
+
+    def layer(number: int) -> Layer:
         return Layer(
             attention=attention(number),
-            feed_forward=Gated(width=config.mlp * (1 + is_wide), activation="gelu_tanh"),
+            feed_forward=feed_forward(number),
+            feed_forward_norm=not config.experts,
             output_norms=True,
             input_gate=InputGate(width=config.per_layer_input) if config.per_layer_input else None,
             output_scale=True,
@@ -162,7 +188,18 @@ def _read(reader: Reader) -> dict[str, Any]:
         "shared_layers": shared,
         "wide_shared_mlp": is_wide,
         "per_layer_input": _read_layer_input(reader),
+        **_read_experts(reader),
     }
+
+
+def _read_experts(reader: Reader) -> dict[str, Any]:
+    names = {"experts": "num_experts", "active_experts": "top_k_experts", "expert_mlp": "moe_intermediate_size"}
+    found = {ours: reader.get(name) for ours, name in names.items()}
+    if not reader.get("enable_moe_block", default=False):
+        return {"experts": 0}
+    if missing := [names[ours] for ours, value in found.items() if not value]:
+        reader.problems.append(f"enable_moe_block=True without {' and '.join(missing)}")
+    return {ours: value for ours, value in found.items() if value}
 
 
 def _read_ropes(reader: Reader) -> dict[str, Any]:
@@ -225,7 +262,16 @@ def _write(config: Gemma4Config) -> dict[str, Any]:
         "use_double_wide_mlp": config.wide_shared_mlp,
         "hidden_size_per_layer_input": config.per_layer_input,
         "vocab_size_per_layer_input": config.vocab_size,
+        "enable_moe_block": config.experts > 0,
+        "num_experts": config.experts or None,
+        "top_k_experts": config.active_experts if config.experts else None,
+        "moe_intermediate_size": config.expert_mlp if config.experts else None,
     }
+
+
+def _joined(name: str, part: tuple[int, int]) -> Stored:
+    """Returns the place of a matrix in a tensor of the joined matrices of all experts, [..., d_out, d_in]."""
+    return Stored(name=name, transposed=True, part=part, part_axis=-2)
 
 
 _NAMES: Names = {
@@ -238,6 +284,20 @@ _NAMES: Names = {
     "layer_inputs/project/kernel": Stored(name="model.per_layer_model_projection.weight", transposed=True),
     "layer_inputs/norm": "model.per_layer_projection_norm.weight",
 }
+_EXPERT_NAMES: Names = {
+    "feed_forward/dense_norm": "pre_feedforward_layernorm.weight",
+    "feed_forward/dense_output_norm": "post_feedforward_layernorm_1.weight",
+    "feed_forward/expert_norm": "pre_feedforward_layernorm_2.weight",
+    "feed_forward/expert_output_norm": "post_feedforward_layernorm_2.weight",
+    "feed_forward/router_scale": "router.scale",
+    "feed_forward/router": "router.proj",
+    "feed_forward/expert_scales": "router.per_expert_scale",
+    "feed_forward/expert_gate": _joined("experts.gate_up_proj", (0, 2)),
+    "feed_forward/expert_up": _joined("experts.gate_up_proj", (1, 2)),
+    "feed_forward/expert_down": _joined("experts.down_proj", (0, 1)),
+    **{f"feed_forward/dense/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+"""Tensor names of a dense layer and experts side by side."""
 _UNUSED = tuple(f"model.layers.{{layer}}.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
 """Tensors that published checkpoints also have for layers with shared keys and values."""
 
@@ -261,16 +321,14 @@ FAMILY = DecoderFamily(
             Setting("keys_as_values", ("attention_k_eq_v",), False),
             Setting("logit_softcap", ("final_logit_softcapping",)),
         ),
-        fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "enable_moe_block": False},
-        # Only `enable_moe_block` uses these keys.
-        silent=("num_experts", "top_k_experts", "moe_intermediate_size"),
+        fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
         read_others=_read,
         write_others=_write,
     ),
     spec=spec,
-    names=_NAMES,
+    names=lambda config: {**_NAMES, **_EXPERT_NAMES} if config.experts else _NAMES,
     redundant=dict.fromkeys(_UNUSED),
     published_in=("Gemma4ForConditionalGeneration",),
-    sizes=("E2B", "E4B", "31B"),
+    sizes=("E2B", "E4B", "26B-A4B", "31B"),
     tested=("logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages"),
 )

@@ -43,6 +43,7 @@ class Router:
       bias_rate: step of the selection biases, which affect the choice of experts but not the weights. The forward pass
         raises the bias of an expert whose load is below the mean, and lowers the bias of one whose load is above it
         (Wang et al., 2024, arXiv:2408.15664). None uses no bias.
+      expert_scales: multiplies the weight of each expert by a learned scale.
     """
 
     experts: int
@@ -55,6 +56,7 @@ class Router:
     group_best: int = 2
     dtype: FloatName | None = None
     bias_rate: float | None = None
+    expert_scales: bool = False
 
 
 class Routing(NamedTuple):
@@ -156,14 +158,20 @@ class Mixture(nnx.Module):
         # float32, because a step of `bias_rate` is small against the bias and would round to nothing in bfloat16.
         bias = build.full(router.experts, None, 0.0, dtype="float32", trained=False)
         self.selection_bias = None if router.bias_rate is None else bias
+        # `build.scale` would be sharded like a norm over the residual stream.
+        self.expert_scales = build.full(router.experts, None, 1.0) if router.expert_scales else None
         gated = Gated(width=spec.shared, activation=spec.activation)
         layer = gated if spec.gated else Plain(width=spec.shared, activation=spec.activation, bias=False)
         self.shared = layer.build(build.child()) if spec.shared else None
         self.shared_gate = build.linear((embed, 1), ("embed", None)) if spec.shared_gate else None
 
     def __call__(self, x: Hidden, rows: Rows) -> tuple[Hidden, Facts]:
+        return self.mixed(x, rows, {})
+
+    def mixed(self, x: Hidden, rows: Rows, more: Mapping[str, Any]) -> tuple[Hidden, Facts]:
+        """Returns the outputs and facts; `more` may have the router's input, "routed", if it differs from x."""
         counted = jnp.ones(x.shape[:2], bool) if rows.segment_ids is None else rows.segment_ids != 0
-        y, facts = _mixed(self.spec, x, counted, rows.experts, self._parameters(x.dtype))
+        y, facts = _mixed(self.spec, x, counted, rows.experts, {**self._parameters(x.dtype), **more})
         if self.selection_bias is not None and (rate := self.spec.router.bias_rate) is not None:
             excess = lax.stop_gradient(facts["expert_load"]) - 1 / self.spec.router.experts
             # Only the sign is used (Wang et al., 2024), so a step moves every bias by the same amount.
@@ -183,6 +191,8 @@ class Mixture(nnx.Module):
             found |= {f"{name}_bias": getattr(self, f"expert_{name}_bias")[...] for name in names}
         if self.selection_bias is not None:
             found["selection_bias"] = self.selection_bias[...]
+        if self.expert_scales is not None:
+            found["expert_scales"] = self.expert_scales[...]
         return found
 
 
@@ -190,6 +200,8 @@ _PARAMETERS: Final[dict[str, tuple[str | None, ...]]] = {
     "router": (None, None),
     "router_bias": (None,),
     "selection_bias": (None,),
+    "expert_scales": (None,),
+    "routed": ("batch", "seq", "act_embed"),
     "gate": ("experts", "embed", "mlp"),
     "up": ("experts", "embed", "mlp"),
     "down": ("experts", "mlp", "embed"),
@@ -197,7 +209,7 @@ _PARAMETERS: Final[dict[str, tuple[str | None, ...]]] = {
     "up_bias": ("experts", "mlp"),
     "down_bias": ("experts", None),
 }
-"""Logical axes of a mixture's parameters within a layer."""
+"""Logical axes of a mixture's parameters within a layer, and of a separate input of its router."""
 
 
 def _mixed(
@@ -223,7 +235,8 @@ def _mixed_part(
     parameters = dict(zip(names, arrays, strict=False))
     rows = x.reshape(-1, x.shape[-1])
     # float32, because rounded logits can change which experts a token gets.
-    logits = ops.linear(rows.astype(jnp.float32), parameters["router"].astype(jnp.float32))
+    routed = parameters.get("routed", x).reshape(rows.shape)
+    logits = ops.linear(routed.astype(jnp.float32), parameters["router"].astype(jnp.float32))
     if "router_bias" in parameters:
         logits = logits + parameters["router_bias"].astype(jnp.float32)
     replayed = parameters.get("replayed")
@@ -234,7 +247,10 @@ def _mixed_part(
     # Gathered before the grouped products, which read complete rows of each kernel (fully sharded data parallelism).
     embed_axes = {"gate": 1, "up": 1, "down": 2}
     parameters |= {name: _gathered(parameters[name], axis) for name, axis in embed_axes.items() if name in parameters}
-    weights, ones = routing.weights.astype(x.dtype), jnp.ones(routing.weights.shape, x.dtype)
+    weights, ones = routing.weights, jnp.ones(routing.weights.shape, x.dtype)
+    if "expert_scales" in parameters:
+        weights = weights * parameters["expert_scales"].astype(jnp.float32)[routing.experts]
+    weights = weights.astype(x.dtype)
     before, after = (weights, ones) if spec.scaled_inputs else (None, weights)
     outputs, dropped = _outputs_of_experts(spec, rows, routing.experts, before, parameters)
     y = jnp.einsum("tkd,tk->td", outputs, after, preferred_element_type=jnp.float32).astype(x.dtype)

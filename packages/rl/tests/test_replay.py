@@ -10,7 +10,7 @@ from stack_rl.replay import ReplayBuffer, ReplayFiles
 
 
 def group(number, *rewards):
-    return Group(number, 0, "", [trajectory(number, each) for each in rewards])
+    return Group(number, 0, "same:0", [trajectory(number, each) for each in rewards])
 
 
 def trajectory(number, reward):
@@ -59,8 +59,9 @@ def test_files_keep_the_buffer_of_each_checkpoint(tmp_path):
     files.keep(4, [4])
     names = [sorted(each.stem for each in (tmp_path / "replay" / place).iterdir()) for place in "01"]
     assert names == [["00000004", "00000006"], ["00000002", "00000004", "00000006"]]
-    read = files.load(4, size=4)
+    read = files.load(4, size=4, settings="same:")
     assert numbers(read.groups) == [4, 5] and read.groups[0].rewards == [0, 1]
-    assert numbers(files.load(4, size=1).groups) == [5]
+    assert numbers(files.load(4, size=1, settings="same:").groups) == [5]
+    assert not files.load(4, size=4, settings="other:").groups
     with pytest.raises(DataError, match=r"00000002.groups with the groups to replay is missing.*--allow data.replay"):
-        files.load(2, size=4)
+        files.load(2, size=4, settings="same:")

@@ -146,7 +146,7 @@ def test_autoround_keeps_exact_codes_and_refuses_uneven_ones() -> None:
     rule = Rule(path="w", weights="int4", algorithm="autoround,steps=20")
     held = quantize_function(linear, {"w": halves}, rule, STREAM[0], stream=STREAM).params["w"]
     np.testing.assert_array_equal(held.codes.astype(int), 2 * halves)
-    with pytest.raises(QuantError, match="w: autoround learns offsets of evenly spaced codes, which nf4 has not"):
+    with pytest.raises(QuantError, match="w: autoround learns offsets of evenly spaced codes, which nf4 does not have"):
         rule = Rule(path="w", weights="nf4", algorithm="autoround")
         quantize_function(linear, {"w": halves}, rule, STREAM[0], stream=STREAM)
 

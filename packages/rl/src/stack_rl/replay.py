@@ -64,8 +64,13 @@ class ReplayFiles:
         unfinished.write_bytes(groups_to_bytes(buffer.groups))
         unfinished.replace(path)
 
-    def load(self, step: int, size: int) -> ReplayBuffer:
-        """Reads the buffer of the checkpoint of `step`.
+    def load(self, step: int, size: int, settings: str) -> ReplayBuffer:
+        """Reads the buffer of the checkpoint of `step`, without groups that were sampled with other settings.
+
+        Args:
+          step: step of the checkpoint.
+          size: maximum number of stored groups.
+          settings: digest of the sampling settings, see `RolloutJournal.begin`.
 
         Raises:
           DataError: the file is missing.
@@ -76,7 +81,8 @@ class ReplayFiles:
                 f"{path} with the groups to replay is missing, so the run cannot resume from step {step}. Restore the "
                 "file, or set data.replay_groups: 0 with --allow data.replay_groups."
             )
-        return ReplayBuffer(size, tuple(groups_from_bytes(path.read_bytes())[-size:]))
+        groups = [each for each in groups_from_bytes(path.read_bytes()) if each.digest.startswith(settings)]
+        return ReplayBuffer(size, tuple(groups[-size:]))
 
     def keep(self, newest: int, steps: Sequence[int]) -> None:
         """Deletes the files of former checkpoints that are not among `steps`; `newest` is the last saved one."""

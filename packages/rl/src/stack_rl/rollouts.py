@@ -257,7 +257,7 @@ class PolicyRollouts:
         if data.engine not in registries.engines:
             raise registries.engines.unknown(data.engine)
         if data.routing_replay:
-            _check_replay(model, data)
+            _check_routing_replay(model, data)
         if data.reference is not None:
             data.reference.check()
         data.environment.check(model)
@@ -266,12 +266,12 @@ class PolicyRollouts:
         return RolloutBatches(self, seed=seed, experts=mixture_sizes(model) if self.data.routing_replay else None)
 
 
-def _check_replay(model: Any, data: RolloutData) -> None:
+def _check_routing_replay(model: Any, data: RolloutData) -> None:
     """Raises a ConfigError if the model has no experts or the engine does not report them."""
     if mixture_sizes(model) is None:
         raise ConfigError(
-            f"data.routing_replay is true, but the model has no mixtures of experts (model.name: {model.name}). Leave "
-            "it out, or choose a family with experts."
+            f"data.routing_replay is true, but the model {model.name!r} has no mixtures of experts. Leave "
+            "data.routing_replay out, or choose a family with experts."
         )
     if not getattr(registries.engines[data.engine], "reports_experts", False):
         raise ConfigError(
@@ -591,7 +591,7 @@ class RolloutBatches(PolicyBatches):
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._ledger.restore(state)
         if self._replay.size and state.get("replayable") and self._replay_files is not None:
-            self._replay = self._replay_files.load(state["step"], self._replay.size)
+            self._replay = self._replay_files.load(state["step"], self._replay.size, self._settings)
         # With other numbers of updates, allowed by `--allow`, the rest of the batch is not defined.
         self._resumed_updates = state["update"] if state["updates"] == self._updates else 0
         if self._journal is not None:

@@ -5,7 +5,7 @@ For y = x W and H = E[x x^T], each code is round(w / (r s) + v) with an offset |
 rounding has the straight-through gradient. The result is the step with the smallest error.
 
 Source: Cheng et al., Optimize Weight Rounding via Signed Gradient Descent, 2023 (arXiv:2309.05516). Departures:
-1. The error is the one of a product and not of a whole block of layers, and is computed from H instead of samples.
+1. It minimizes the error of each product instead of each block of layers, computed from H instead of samples.
 2. Ranges start at the smallest squared error weighted by the diagonal of H, as in `gptq`, and may grow again.
 3. A zero point has one ratio for both ends of its range, and stays the same integer.
 """
@@ -38,8 +38,8 @@ _MOST_OFFSET, _RATIOS = 0.5, (0.5, 1.5)
 def _quantize(weight: Weight, options: Mapping[str, int | float]) -> QArray:
     if not weight.spec.qtype.is_integer:
         raise QuantError(
-            f"{weight.path}: autoround learns offsets of evenly spaced codes, which {weight.spec.qtype.name} has not. "
-            "Use gptq, or an integer type."
+            f"{weight.path}: autoround learns offsets of evenly spaced codes, which {weight.spec.qtype.name} does "
+            "not have. Use gptq, or an integer type."
         )
     return _learned(weight.array, weight.moments, weight.spec, weight.layout, int(options["steps"]))
 
@@ -79,7 +79,8 @@ def _learned(array: jax.Array, moments: jax.Array, spec: ArraySpec, layout: Layo
 
     start = jnp.zeros_like(values), jnp.ones_like(mapped.full)
     learned, best, least = lax.fori_loop(0, steps, step, (start, start, jnp.float32(jnp.inf)))
-    offset, ratio = jax.tree.map(lambda new, old: jnp.where(error_of(learned) < least, new, old), learned, best)
+    is_best = error_of(learned) < least
+    offset, ratio = jax.tree.map(lambda new, old: jnp.where(is_best, new, old), learned, best)
     if mapped.zero_point is None:
         final = scales(Range(None, span.high * ratio), kind, **options)
     else:

@@ -106,7 +106,7 @@ def test_batches_have_the_sizes_of_the_mixtures():
 def test_models_without_experts_and_engines_that_do_not_report_them_are_refused():
     data = RolloutData(environment=CellConfig(), routing_replay=True, seq_tokens=8)
     dense = parse(registries.models["llama"].config_class, {"name": "llama", **SIZES})
-    with pytest.raises(ConfigError, match=r"data.routing_replay is true, but the model has no mixtures .* llama"):
+    with pytest.raises(ConfigError, match=r"data.routing_replay is true, but the model 'llama' has no mixtures"):
         data.for_objective(GRPOConfig()).check(dense)
     with pytest.raises(ConfigError, match=r"the engine 'llm' does not report the experts .* Set data.engine: static"):
         replace(data, engine="llm").for_objective(GRPOConfig()).check(of_mixtures())

@@ -166,12 +166,14 @@ class Mixture(nnx.Module):
         self.shared_gate = build.linear((embed, 1), ("embed", None)) if spec.shared_gate else None
 
     def __call__(self, x: Hidden, rows: Rows) -> tuple[Hidden, Facts]:
-        return self.mixed(x, rows, {})
+        return self.mixed(x, rows)
 
-    def mixed(self, x: Hidden, rows: Rows, more: Mapping[str, Any]) -> tuple[Hidden, Facts]:
-        """Returns the outputs and facts; `more` may have the router's input, "routed", if it differs from x."""
+    def mixed(self, x: Hidden, rows: Rows, routed: Hidden | None = None) -> tuple[Hidden, Facts]:
+        """Returns the outputs and facts; `routed` is the router's input if it differs from `x`."""
         counted = jnp.ones(x.shape[:2], bool) if rows.segment_ids is None else rows.segment_ids != 0
-        y, facts = _mixed(self.spec, x, counted, rows.experts, {**self._parameters(x.dtype), **more})
+        optional = {"routed": routed, "replayed": rows.experts}
+        arrays = self._parameters(x.dtype) | {name: each for name, each in optional.items() if each is not None}
+        y, facts = _mixed(self.spec, x, counted, arrays)
         if self.selection_bias is not None and (rate := self.spec.router.bias_rate) is not None:
             excess = lax.stop_gradient(facts["expert_load"]) - 1 / self.spec.router.experts
             # Only the sign is used (Wang et al., 2024), so a step moves every bias by the same amount.
@@ -182,7 +184,7 @@ class Mixture(nnx.Module):
         return y, facts
 
     def _parameters(self, dtype: Any) -> dict[str, Any]:
-        """Returns parameters by the names of `_PARAMETERS`; float matrices of experts are cast to `dtype`."""
+        """Returns parameters by the names of `_AXES`; float matrices of experts are cast to `dtype`."""
         found = {"router": self.router.kernel[...]}
         names = ("gate", "up", "down") if self.spec.gated else ("up", "down")
         found |= {name: read_weight(getattr(self, f"expert_{name}"), dtype) for name in names}
@@ -196,12 +198,13 @@ class Mixture(nnx.Module):
         return found
 
 
-_PARAMETERS: Final[dict[str, tuple[str | None, ...]]] = {
+_AXES: Final[dict[str, tuple[str | None, ...]]] = {
     "router": (None, None),
     "router_bias": (None,),
     "selection_bias": (None,),
     "expert_scales": (None,),
     "routed": ("batch", "seq", "act_embed"),
+    "replayed": ("batch", "seq", None),
     "gate": ("experts", "embed", "mlp"),
     "up": ("experts", "embed", "mlp"),
     "down": ("experts", "mlp", "embed"),
@@ -209,30 +212,25 @@ _PARAMETERS: Final[dict[str, tuple[str | None, ...]]] = {
     "up_bias": ("experts", "mlp"),
     "down_bias": ("experts", None),
 }
-"""Logical axes of a mixture's parameters within a layer, and of a separate input of its router."""
+"""Logical axes of a mixture's parameters within a layer, of a separate input of its router, and of replayed experts."""
 
 
-def _mixed(
-    spec: Experts, x: Hidden, counted: jax.Array, replayed: jax.Array | None, parameters: Mapping[str, Any]
-) -> tuple[Hidden, Facts]:
+def _mixed(spec: Experts, x: Hidden, counted: jax.Array, arrays: Mapping[str, Any]) -> tuple[Hidden, Facts]:
     """Computes the outputs and facts of a mixture; each device processes its own tokens."""
-    tokens, choices = ("batch", "seq", "act_embed"), ("batch", "seq", None)
-    arguments: list[tuple[Any, LogicalAxes]] = [(x, tokens), (counted, tokens[:2])]
-    arguments += [(array, _PARAMETERS[name]) for name, array in parameters.items()]
-    arguments += [] if replayed is None else [(replayed, choices)]
+    tokens: LogicalAxes = ("batch", "seq", "act_embed")
+    arguments = [(x, tokens), (counted, tokens[:2]), *((array, _AXES[name]) for name, array in arrays.items())]
     scalars = ["balance_loss", "router_z"]
     scalars += ["dropped"] if axes_of("experts") else []
-    scalars += ["routing_mismatch"] if replayed is not None else []
-    out_axes = (tokens, {"experts": choices, "expert_load": (None,), **dict.fromkeys(scalars, ())})
-    part = partial(_mixed_part, spec, (*parameters, "replayed"))
+    scalars += ["routing_mismatch"] if "replayed" in arrays else []
+    out_axes = (tokens, {"experts": _AXES["replayed"], "expert_load": (None,), **dict.fromkeys(scalars, ())})
+    part = partial(_mixed_part, spec, tuple(arrays))
     return map_parts(part, arguments, out_axes, name="a mixture of experts")
 
 
 def _mixed_part(
     spec: Experts, names: Sequence[str], x: jax.Array, counted: jax.Array, *arrays: Any
 ) -> tuple[jax.Array, Facts]:
-    # The last name has no array if no experts are replayed.
-    parameters = dict(zip(names, arrays, strict=False))
+    parameters = dict(zip(names, arrays, strict=True))
     rows = x.reshape(-1, x.shape[-1])
     # float32, because rounded logits can change which experts a token gets.
     routed = parameters.get("routed", x).reshape(rows.shape)

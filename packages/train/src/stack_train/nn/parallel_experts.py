@@ -43,6 +43,6 @@ class ParallelMixture(Mixture):
         dense, _ = self.dense(gather_sequence(self.norm(x, self.dense_norm, STREAM)), rows)
         routed = gather_sequence(self.norm(x, self.router_scale, STREAM) * self.router_factor)
         inputs = gather_sequence(self.norm(x, self.expert_norm, STREAM))
-        experts, facts = self.mixed(inputs, rows, {"routed": routed})
+        experts, facts = self.mixed(inputs, rows, routed)
         normed = self.norm(shard_residual(experts), self.expert_output_norm, STREAM)
         return self.norm(shard_residual(dense), self.dense_output_norm, STREAM) + normed, facts

@@ -142,14 +142,22 @@ def test_groups_that_were_drawn_in_place_of_flat_ones_outlive_a_kill(tmp_path, s
         assert used == list(range(len(used)))
 
 
-def test_stored_groups_that_replace_flat_ones_outlive_a_kill(tmp_path):
-    """The first kill is before the checkpoint of a written buffer, the second one before old buffers are deleted."""
-    moments = ("stack_rl.replay:ReplayFiles.save:after:1", "stack_rl.replay:ReplayFiles.keep:before:1")
+@pytest.mark.parametrize(
+    ("minibatches", "replayed"), [(1, [0, 0, 0, 0.5, 0.5, 0.5, 1, 0]), (2, [0, 0, 0, 0, 0.5, 0.5, 0.5, 0.5])]
+)
+def test_stored_groups_that_replace_flat_ones_outlive_a_kill(tmp_path, minibatches, replayed):
+    """Kills before the checkpoint of a written buffer, and after checkpoint 6, whose buffer the next steps need.
+
+    With two minibatches, this checkpoint lies within the batch that uses the buffer.
+    """
+    moments = ("stack_rl.replay:ReplayFiles.save:after:1", "Training.save:after:2")[minibatches - 1 :]
     whole, cut = (tmp_path / "whole", tmp_path / "cut")
     whole.mkdir(), cut.mkdir()
-    steps = finished(cut, 0, *moments, replay_groups=3)
-    assert steps == finished(whole, 0, replay_groups=3)
-    assert [each["replayed"] for each in steps] == [0, 0, 0, 0.5, 0.5, 0.5, 1, 0]
+    steps = finished(cut, 0, *moments, replay_groups=3, minibatches=minibatches)
+    expected = finished(whole, 0, replay_groups=3, minibatches=minibatches)
+    for name in ("weights", "reward", "stale", "replayed"):
+        assert [each[name] for each in steps] == [each[name] for each in expected], name
+    assert [each["replayed"] for each in steps] == replayed
     assert {each.stem for each in (cut / "replay" / "0").iterdir()} <= {"00000006", "00000008"}
 
 

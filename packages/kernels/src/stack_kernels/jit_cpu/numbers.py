@@ -8,7 +8,7 @@ from llvmlite import ir
 from stack_kernels.jit_cpu.builder import BYTE, FLOAT, HALF, INT32, SHORT, Builder, vector
 from stack_kernels.jit_cpu.vectors import from_bfloat16
 
-__all__ = ["BITS", "LEVELS", "WRITTEN", "read", "write"]
+__all__ = ["BITS", "LEVELS", "WRITTEN", "read", "read_pairs", "write"]
 
 BITS: Mapping[str, int] = {
     "float32": 32,
@@ -48,6 +48,33 @@ def read(builder: Builder, dtype: str, pointer: Any, lanes: int, mask: Any | Non
     return _READERS[dtype](builder, _load(builder, _STORED[dtype], pointer, lanes, mask), lanes)
 
 
+def read_pairs(builder: Builder, dtype: str, pointer: Any, lanes: int, levels: Any) -> tuple[Any, Any]:
+    """Reads the next `2 * lanes` values of 4 bits of a row as float32: those of even columns, and those of odd columns.
+
+    Takes fewer than half the instructions of two calls of `read`, which keeps the order of the columns.
+
+    Args:
+      builder: the builder of the function.
+      dtype: name of the stored dtype.
+      pointer: address of the first value.
+      lanes: number of values of each result.
+      levels: vector of the values of the 16 codes; None for the integers themselves.
+    """
+    stored, wide = builder.load(vector(BYTE, lanes), pointer), vector(INT32, lanes)
+    build, floats = builder.build, vector(FLOAT, lanes)
+    if levels is None and dtype == "int4":
+        pairs = build.sext(stored, wide)
+        low = build.ashr(build.shl(pairs, _constant(INT32, lanes, 28)), _constant(INT32, lanes, 28))
+        high = build.ashr(pairs, _constant(INT32, lanes, 4))
+        return build.sitofp(low, floats), build.sitofp(high, floats)
+    pairs = build.zext(stored, wide)
+    high = build.lshr(pairs, _constant(INT32, lanes, 4))
+    if levels is None:
+        low = build.and_(pairs, _constant(INT32, lanes, 15))
+        return build.sitofp(low, floats), build.sitofp(high, floats)
+    return _looked_up(builder, pairs, levels), _looked_up(builder, high, levels)
+
+
 def write(builder: Builder, dtype: str, values: Any, pointer: Any, mask: Any | None) -> None:
     """Stores float32 numbers as the next of a row, rounded to the nearest in a dtype of `WRITTEN`.
 
@@ -80,12 +107,14 @@ def _nibbles(builder: Builder, pointer: Any, lanes: int, mask: Any | None) -> An
 
 
 def _looked_up(builder: Builder, codes: Any, levels: Any) -> Any:
-    """Computes levels[codes]; if a register holds 8 lanes, each half of the levels has its own permutation."""
+    """Computes levels[codes & 15]; if a register holds 8 lanes, each half of the levels has its own permutation."""
     if codes.type.count == 16:
         return builder.intrinsic("llvm.x86.avx512.permvar.sf.512", levels.type, levels, codes)
     low, high = (builder.shuffle(levels, levels, list(range(first, first + 8))) for first in (0, 8))
     of_low, of_high = (builder.intrinsic("llvm.x86.avx2.permps", half.type, half, codes) for half in (low, high))
-    is_high = builder.build.icmp_unsigned(">", codes, _constant(INT32, 8, 7))
+    # Bit 3 of a code becomes the sign, by which the processor selects.
+    signs = builder.build.shl(codes, _constant(INT32, 8, 28))
+    is_high = builder.build.icmp_signed("<", signs, ir.Constant(signs.type, None))
     return builder.build.select(is_high, of_high, of_low)
 
 

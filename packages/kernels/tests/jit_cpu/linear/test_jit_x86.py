@@ -8,11 +8,13 @@ import pytest
 
 from stack_core import ops
 from stack_core.abi.errors import UnsupportedOp
+from stack_core.abi.ops import QView
 from stack_core.chips import current_chip
 from stack_core.testing import OpCheck, Quantized, op_checks
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.host import Processor
-from stack_kernels.jit_cpu.linear.jit_x86 import JIT_X86
+from stack_kernels.jit_cpu.linear.jit_x86 import JIT_X86, few_rows_product
+from stack_kernels.linear.codes import QuantizedView
 
 _COLUMNS = (2, 50, 128, 300)  # less than a vector; all but whole; a tile; tiles and a rest
 _ROWS = (1, 2, 3, 8, 21)
@@ -59,6 +61,25 @@ def test_every_code_is_read_as_its_value(processor: Processor, dtype: str, colum
     x = np.random.default_rng(1).normal(size=(3, 64)).astype(np.float32)
     weight = np.asarray(codes, np.float64) * np.repeat(scale, 16, axis=0)
     _assert_equal(_product(x, Quantized(codes, scale)), x.astype(np.float64) @ weight)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("tile", [16, 24])
+@pytest.mark.parametrize("columns", _COLUMNS)
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "uint4"])
+def test_zero_points_of_tiles_are_subtracted(
+    processor: Processor, dtype: str, rows: int, columns: int, tile: int
+) -> None:
+    bits, rng = (8 if dtype == "int8" else 4), np.random.default_rng(tile)
+    drawn = jnp.asarray(rng.integers(0, 2**bits, size=(6 * tile, columns)).astype(np.uint8), f"uint{bits}")
+    codes = jax.lax.bitcast_convert_type(drawn, dtype)
+    scale, zero_point = (rng.uniform(1, 2, size=(6, columns)).astype(np.float32) for _ in range(2))
+    x = rng.normal(size=(rows, 6 * tile)).astype(np.float32)
+    values = np.asarray(codes, np.float64) - np.repeat(zero_point, tile, axis=0)
+    view = QView((1, 0), codes, jnp.asarray(scale), jnp.asarray(zero_point), "zero points")
+    found = jax.jit(lambda x: few_rows_product(x, QuantizedView(view)))(x)
+    _assert_equal(found, x.astype(np.float64) @ (values * np.repeat(scale, tile, axis=0)))
 
 
 @pytest.mark.covering

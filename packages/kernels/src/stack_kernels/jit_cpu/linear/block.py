@@ -8,7 +8,7 @@ from llvmlite import ir
 from stack_kernels.jit_cpu.builder import BYTE, FLOAT, INDEX, INT32, POINTER, SHORT, Builder, Variable, vector
 from stack_kernels.jit_cpu.host import Processor
 from stack_kernels.jit_cpu.integer_dots import add_fours, added_by_fours, fours
-from stack_kernels.jit_cpu.numbers import BITS, LEVELS, read
+from stack_kernels.jit_cpu.numbers import BITS, LEVELS, read, read_pairs
 from stack_kernels.jit_cpu.vectors import interleaved
 
 __all__ = ["PANEL_STEPS", "Block", "Places", "Product"]
@@ -26,7 +26,8 @@ class Product:
     """y[rows, n] = x[rows, k] @ w[k, n] in float32; the sum over each tile along k is multiplied by its scales.
 
     The buffers are x; w; if `scaled`, the scales of w, float32[tiles, n]; with integer x the scales of x, float32[rows,
-    tiles]; if `has_codebook`, 16 levels.
+    tiles]; if `has_zero_point`, the zero points of w, float32[tiles, n], and the sums of x over each tile,
+    float32[rows, tiles]; if `has_codebook`, 16 levels.
 
     Attributes:
       rows: number of rows of x.
@@ -34,6 +35,7 @@ class Product:
       x: "float32"; "bfloat16" or "int8" if w has that dtype and the processor has such a dot product.
       scaled: True if w has scales.
       has_codebook: True if the codes of w index a codebook.
+      has_zero_point: True if zero points are subtracted from the codes of w before they are scaled; x is float32.
     """
 
     rows: int
@@ -41,10 +43,11 @@ class Product:
     x: str = "float32"
     scaled: bool = False
     has_codebook: bool = False
+    has_zero_point: bool = False
 
     @property
     def name(self) -> str:
-        marks = ("scaled", self.scaled), ("codebook", self.has_codebook)
+        marks = ("scaled", self.scaled), ("codebook", self.has_codebook), ("zero_point", self.has_zero_point)
         return "_".join(["linear", str(self.rows), self.x, self.weight, *(mark for mark, is_set in marks if is_set)])
 
     @property
@@ -57,7 +60,8 @@ class Product:
         """Rank of each buffer by name, in order."""
         of_w = {"scale": 2} if self.scaled else {}
         of_x = {"x_scale": 2} if self.x == "int8" else {}
-        return {"x": 2, "w": 2} | of_w | of_x | ({"levels": 1} if self.has_codebook else {})
+        zero_point = {"zero_point": 2, "x_sum": 2} if self.has_zero_point else {}
+        return {"x": 2, "w": 2} | of_w | of_x | zero_point | ({"levels": 1} if self.has_codebook else {})
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class Places:
       y: pointer to the block's first result.
       scale: pointer to the block's scales of w.
       x_scale: pointer to the scales of the first row of x.
+      zero_point: pointer to the block's zero points of w.
+      x_sum: pointer to the sums of the first row of x.
       levels: pointer to the codebook.
       panel: pointer to the panel.
       depth: k.
@@ -86,6 +92,8 @@ class Places:
     y: Any
     scale: Any
     x_scale: Any
+    zero_point: Any
+    x_sum: Any
     levels: Any
     panel: Any
     depth: Any
@@ -123,19 +131,21 @@ class Block:
         panel: Literal["written", "read"] | None,
     ) -> None:
         name = f"block_{rows}_{vectors}{'_masked' * is_masked}_{panel}"
-        # In the order of `Places`: 7 pointers, 7 indices.
-        self.builder = Builder(module, name, [*[POINTER] * 7, *[INDEX] * 7])
+        # In the order of `Places`: 9 pointers, 7 indices.
+        self.builder = Builder(module, name, [*[POINTER] * 9, *[INDEX] * 7])
         # Internal functions are inlined or dropped by LLVM once their callers are compiled.
         self.builder.function.linkage = "internal"
         self.at = Places(*self.builder.parameters)
         self.product, self.lanes = product, processor.lanes
         self.rows, self.vectors, self.panel = rows, vectors, panel
         self.mask = self.builder.mask(self.at.left, self.lanes) if is_masked else None
+        # Two vectors at a time, of even and of odd columns.
+        self.in_pairs = BITS[product.weight] == 4 and vectors % 2 == 0 and not is_masked
         self.levels = self._levels()
 
     def write(self) -> Any:
         builder = self.builder
-        sums = self._sums()
+        sums = self._in_order([cell.get() for cell in self._sums()])
         self.added = self._added_to_fours()
         # The first part of k overwrites y, which is not initialized; further parts add to it.
         is_first = builder.build.icmp_signed("==", self.at.start, INDEX(0))
@@ -144,7 +154,7 @@ class Block:
             kind = vector(FLOAT, self.lanes)
             before = builder.load(kind, place) if self.mask is None else builder.masked_load(kind, place, self.mask)
             before = builder.build.select(is_first, ir.Constant(kind, None), before)
-            after = self._added(before, part.get(), row, column)
+            after = self._added(before, part, row, column)
             builder.store(after, place) if self.mask is None else builder.masked_store(after, place, self.mask)
         builder.close()
         return builder.function
@@ -161,7 +171,18 @@ class Block:
         """Adds the scaled sum of a part of k to y."""
         if not self.product.scaled:
             return self.builder.build.fadd(before, part)
-        return self.builder.fma(self._as_float(part, row), self._scale(row, column), before)
+        part = self._as_float(part, row)
+        if self.product.has_zero_point:
+            zero_point = self._of_columns(self.at.zero_point, column)
+            part = self.builder.fma(self.builder.build.fneg(zero_point), self._of_row(self.at.x_sum, row), part)
+        return self.builder.fma(part, self._scale(row, column), before)
+
+    def _in_order(self, sums: list[Any]) -> list[Any]:
+        """Returns the cells with their columns in order."""
+        if not self.in_pairs:
+            return sums
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return [part for even, odd in pairs for part in interleaved(self.builder, even, odd, self.lanes)]
 
     def _cells(self) -> list[tuple[int, int]]:
         return [(row, column) for row in range(self.rows) for column in range(self.vectors)]
@@ -258,6 +279,9 @@ class Block:
     def _weights(self, lines: list[Any]) -> list[Any]:
         """Returns a vector per vector of columns: numbers, or the dot product's operand for each column."""
         product = self.product
+        if self.in_pairs:
+            starts = (self.builder.at(lines[0], self.lanes * pair) for pair in range(self.vectors // 2))
+            return [part for start in starts for part in self._read_pair(start)]
         if product.x == "float32":
             width = self.lanes * BITS[product.weight] // 8
             return [
@@ -274,6 +298,12 @@ class Block:
         if product.x == "bfloat16":
             return self._pairs(lines)
         return fours(self.builder, [self._stored(BYTE, line, 0, self.vectors * self.lanes) for line in lines])
+
+    def _read_pair(self, start: Any) -> tuple[Any, Any]:
+        name = self.product.weight
+        # Without AVX-512, a conversion takes fewer instructions than a lookup.
+        converts = self.lanes == 8 and not self.product.has_codebook and name in ("int4", "uint4")
+        return read_pairs(self.builder, name, start, self.lanes, None if converts else self.levels)
 
     def _stored(self, kind: ir.IntType, line: Any, first: int, count: int) -> Any:
         place = self.builder.at(line, first * kind.width // 8)
@@ -292,17 +322,23 @@ class Block:
 
     def _scale(self, row: int, column: int) -> Any:
         builder = self.builder
-        place = builder.at(
-            self.at.scale, builder.times(builder.times(self.at.tile, self.at.columns), 4), 4 * self.lanes * column
-        )
-        kind = vector(FLOAT, self.lanes)
-        scale = builder.load(kind, place) if self.mask is None else builder.masked_load(kind, place, self.mask)
+        scale = self._of_columns(self.at.scale, column)
         if self.product.x != "int8":
             return scale
-        place = builder.at(
-            self.at.x_scale, builder.times(builder.plus(builder.times(self.at.tiles, row), self.at.tile), 4)
-        )
-        return builder.build.fmul(scale, builder.splat(builder.load(FLOAT, place), self.lanes))
+        return builder.build.fmul(scale, self._of_row(self.at.x_scale, row))
+
+    def _of_columns(self, first: Any, column: int) -> Any:
+        """Loads the numbers of this tile for a vector of columns."""
+        builder, kind = self.builder, vector(FLOAT, self.lanes)
+        line = builder.times(builder.times(self.at.tile, self.at.columns), 4)
+        place = builder.at(first, line, 4 * self.lanes * column)
+        return builder.load(kind, place) if self.mask is None else builder.masked_load(kind, place, self.mask)
+
+    def _of_row(self, first: Any, row: int) -> Any:
+        """Broadcasts the number of this tile for a row."""
+        builder = self.builder
+        place = builder.at(first, builder.times(builder.plus(builder.times(self.at.tiles, row), self.at.tile), 4))
+        return builder.splat(builder.load(FLOAT, place), self.lanes)
 
     def _as_float(self, total: Any, row: int) -> Any:
         """Converts integer sums to float, after subtracting the excess of `fours`."""

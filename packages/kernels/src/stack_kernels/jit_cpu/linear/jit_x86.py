@@ -92,7 +92,8 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
     Has no gradient.
     """
     view = weight.__stack_qview__() if is_quantized(weight) else None
-    if view is not None and view.zero_point is not None:
+    # With one zero point per column, or integer inputs, they are subtracted from the finished sums.
+    if view is not None and view.zero_point is not None and (is_quantized(x) or len(view.scale) == 1):
         of_codes = few_rows_product(x, QuantizedView(dataclasses.replace(view, zero_point=None)))
         return of_codes - _product_of_zero_points(x, view)
     if is_quantized(x):
@@ -100,17 +101,28 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
             return _integer_product(x.__stack_qview__(), view)
         x = dequantized(x, jnp.float32)
     rows = x.reshape(-1, x.shape[-1])
-    if view is None:
-        return _plain_product(rows, weight)
+    return _plain_product(rows, weight) if view is None else _product_of_codes(rows, view)
+
+
+def _product_of_codes(rows: jax.Array, view: QView) -> jax.Array:
     # With one scale per column, the finished sums are scaled.
     if len(rows) == len(view.scale) == 1 and view.qvalue.dtype == jnp.int8:
         part = _part_rows(view.qvalue, 2 * _PART_ROWS)
         if part % STREAMS == 0:
             return _streamed(rows.astype(jnp.float32), view.qvalue, part) * _column_scales(view, 1)
-    product = Product(len(rows), view.qvalue.dtype.name, scaled=True, has_codebook=view.codebook is not None)
+    tiles, has_zero_point = len(view.scale), view.zero_point is not None
+    product = Product(
+        len(rows),
+        view.qvalue.dtype.name,
+        scaled=True,
+        has_codebook=view.codebook is not None,
+        has_zero_point=has_zero_point,
+    )
+    rows = rows.astype(jnp.float32)
+    zero_points = [_of_columns(view.zero_point, view, tiles), _sums_of_tiles(rows, tiles)] if has_zero_point else []
     # A code beyond the last level counts as the last, as in `linear.codes`.
     levels = [] if view.codebook is None else [jnp.pad(view.codebook, (0, _LEVELS - len(view.codebook)), mode="edge")]
-    return _call(product, rows.astype(jnp.float32), view.qvalue, _column_scales(view, len(view.scale)), *levels)
+    return _call(product, rows, view.qvalue, _column_scales(view, tiles), *zero_points, *levels)
 
 
 def _product_of_zero_points(x: Any, weight: QView) -> jax.Array:
@@ -121,10 +133,15 @@ def _product_of_zero_points(x: Any, weight: QView) -> jax.Array:
     assert weight.zero_point is not None
     tiles = len(weight.scale)
     rows = dequantized(x, jnp.float32) if is_quantized(x) else x.astype(jnp.float32)
-    sums = jnp.sum(rows.reshape(-1, tiles, rows.shape[-1] // tiles), axis=2)
+    sums = _sums_of_tiles(rows, tiles)
     offsets = weight.zero_point.astype(jnp.float32) * weight.scale.astype(jnp.float32)
     product = jnp.dot(sums, offsets, precision=lax.Precision.HIGHEST)
     return jnp.repeat(product, weight.qvalue.shape[1] // product.shape[1], axis=1)
+
+
+def _sums_of_tiles(x: jax.Array, tiles: int) -> jax.Array:
+    """Returns the sums of each row over each tile, float32[rows, tiles]."""
+    return jnp.sum(x.reshape(-1, tiles, x.shape[-1] // tiles), axis=2)
 
 
 def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
@@ -199,12 +216,16 @@ def _tiles(x: QView, weight: QView) -> int:
 
 
 def _column_scales(weight: QView, tiles: int) -> jax.Array:
-    """Returns float32[tiles, n]: each scale repeated over the columns and the tiles that it covers."""
-    scale, columns = weight.scale.astype(jnp.float32), weight.qvalue.shape[1]
+    return _of_columns(weight.scale, weight, tiles)
+
+
+def _of_columns(numbers: jax.Array, weight: QView, tiles: int) -> jax.Array:
+    """Returns float32[tiles, n]: each number repeated over the columns and the tiles that it covers."""
+    numbers, columns = numbers.astype(jnp.float32), weight.qvalue.shape[1]
     for axis, size in enumerate((tiles, columns)):
-        if scale.shape[axis] != size:
-            scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
-    return scale
+        if numbers.shape[axis] != size:
+            numbers = jnp.repeat(numbers, size // numbers.shape[axis], axis=axis)
+    return numbers
 
 
 def _linear(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> jax.Array:

@@ -146,6 +146,8 @@ class _Tile:
             "y": builder.at(found["y"], builder.times(in_y, 4)),
             "scale": builder.at(found["scale"], builder.times(column, 4)),
             "x_scale": builder.at(found["x_scale"], builder.times(found["tiles"], 4 * row)),
+            "zero_point": builder.at(found["zero_point"], builder.times(column, 4)),
+            "x_sum": builder.at(found["x_sum"], builder.times(found["tiles"], 4 * row)),
             "left": builder.minus(found["columns"], column),
         }
         return list((found | pointers | where).values())

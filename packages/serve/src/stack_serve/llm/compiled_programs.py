@@ -30,8 +30,8 @@ class CompiledPrograms:
     def __init__(self, lower: Callable[[Key], Any]) -> None:
         self._lower = lower
         self.programs: dict[Key, Any] = {}
-        # Programs queued for the background threads, and programs being compiled.
-        self._waiting, self._in_progress = list[Key](), set[Key]()
+        # Programs queued for the background threads, programs being compiled, and those that no step has needed yet.
+        self._waiting, self._in_progress, self._unneeded = list[Key](), set[Key](), set[Key]()
         self._lock = threading.Condition()
         self._threads: list[threading.Thread] = []
 
@@ -39,6 +39,7 @@ class CompiledPrograms:
         """Returns a program, after its compilation in the background or here."""
         if key not in self.programs:
             with self._lock:
+                self._unneeded.discard(key)
                 if key in self._waiting:
                     self._waiting.remove(key)
                 while key in self._in_progress:
@@ -57,16 +58,26 @@ class CompiledPrograms:
         self._compile_now(keys, _reporting(progress, len(keys)))
 
     def compile_first(
-        self, first: Sequence[Key], rest: Sequence[Key], progress: Progress | None, *, threads: int
+        self,
+        first: Sequence[Key],
+        soon: Sequence[Key],
+        progress: Progress | None,
+        *,
+        threads: int,
+        if_needed: Sequence[Key] = (),
     ) -> None:
-        """Compiles the first programs before it returns, and the rest in order on threads in the background.
+        """Compiles the first programs before it returns, and others on threads in the background.
 
         Args:
-          progress: as in `compile_all`, for all programs.
+          first: programs to compile now.
+          soon: programs to compile in the background, in this order.
+          progress: as in `compile_all`, for `first` and `soon`.
+          threads: number of threads in the background.
+          if_needed: programs to compile in the background once a step asks for their size.
         """
-        report = _reporting(progress, len(first) + len(rest))
+        report = _reporting(progress, len(first) + len(soon))
         self._compile_now(first, report)
-        self._waiting = list(rest)
+        self._waiting, self._unneeded = list(soon), set(if_needed)
         self._threads = [
             threading.Thread(target=self._compile_waiting, args=[report], name="stack-compile", daemon=True)
             for _ in range(threads)
@@ -76,7 +87,7 @@ class CompiledPrograms:
 
     @property
     def to_compile(self) -> int:
-        """Number of programs that still compile in the background."""
+        """Number of programs that wait or compile in the background, without those that no step needs."""
         with self._lock:
             return len(self._waiting) + len(self._in_progress)
 
@@ -84,16 +95,28 @@ class CompiledPrograms:
         """Ends the compilation in the background, after the current programs."""
         with self._lock:
             self._waiting.clear()
+            self._unneeded.clear()
+            self._lock.notify_all()
         for thread in self._threads:
             thread.join()
 
     def is_ready(self, kind: str, size: int) -> bool:
-        """Returns whether a program is compiled, or will be compiled on its first use."""
-        return (kind, size) in self.programs or not (self._waiting or self._in_progress)
+        """Returns whether a program is compiled, or will be compiled on its first use.
+
+        Otherwise the background compiles it; a program that only a step's need compiles joins its queue now.
+        """
+        if (key := (kind, size)) in self.programs:
+            return True
+        with self._lock:
+            if key in self._unneeded:
+                self._unneeded.remove(key)
+                self._waiting.append(key)
+                self._lock.notify_all()
+            return not (self._waiting or self._in_progress)
 
     def ready_size(self, kind: str, size: int, sizes: Sequence[int]) -> int:
         """Returns the smallest size, from `size` on, of a compiled program while others compile; otherwise `size`."""
-        if not (self._waiting or self._in_progress):
+        if self.is_ready(kind, size):
             return size
         return next((each for each in sizes if each >= size and (kind, each) in self.programs), size)
 
@@ -118,10 +141,14 @@ class CompiledPrograms:
                     self._in_progress.discard(key)
                     self._lock.notify_all()
             report(key)
-        give_memory_back()  # about 100 MB that the compiler has freed
+            if not self._waiting:
+                give_memory_back()  # about 100 MB that the compiler has freed
 
     def _next_waiting(self) -> Key | None:
+        """Returns the next program of the background, or None after the last one; waits for programs to be needed."""
         with self._lock:
+            while not self._waiting and self._unneeded:
+                self._lock.wait()
             if not self._waiting:
                 return None
             key = self._waiting.pop(0)
@@ -134,7 +161,7 @@ def _reporting(progress: Progress | None, total: int) -> Callable[[Key], None]:
     compiled = itertools.count(1)
 
     def report(key: Key) -> None:
-        if progress is not None:
-            progress(" ".join(map(str, key)), next(compiled), total)
+        if progress is not None and (number := next(compiled)) <= total:
+            progress(" ".join(map(str, key)), number, total)
 
     return report

@@ -135,8 +135,11 @@ class LLMEngine(Engine):
         self._finish_warm_up()
 
     def prepare(self) -> None:
-        """Compiles one program for each part of a step; a thread in the background compiles the other sizes."""
-        self._programs.compile_first(self._progress)
+        """Compiles one program for each part of a step; the background compiles other sizes.
+
+        On CPUs, whose compiled programs take memory that other processes need, it compiles the sizes that steps need.
+        """
+        self._programs.compile_first(self._progress, if_needed=jax.default_backend() == "cpu")
         for programs in self._all_programs[1:]:
             programs.compile_first()
         self._finish_warm_up()

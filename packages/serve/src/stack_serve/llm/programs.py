@@ -188,20 +188,27 @@ class Programs:
         """Compiles all programs; see `CompiledPrograms.compile_all`."""
         self._compiled.compile_all(self._keys(), progress)
 
-    def compile_first(self, progress: Progress | None = None) -> None:
-        """Compiles one program each of admission, prompts and sampling, and the rest in the background.
+    def compile_first(self, progress: Progress | None = None, *, if_needed: bool = False) -> None:
+        """Compiles one program each of admission, prompts and sampling, and others in the background.
 
         Until then, a step runs in the smallest compiled program with enough rows and tokens, a decoding step also in a
         program of prompts. Otherwise it waits for its own program.
+
+        Args:
+          progress: as in `CompiledPrograms.compile_all`.
+          if_needed: True compiles only decoding of few rows in the background, and each further program once a step
+            needs it.
         """
         first = self._first_keys()
         rest = sorted((key for key in self._keys() if key not in first), key=self._urgency)
+        soon = rest[:1] if if_needed else rest
         # On CPUs, XLA itself compiles with several threads, and the steps need the rest.
-        self._compiled.compile_first(first, rest, progress, threads=compile_threads() if is_for_gpus() else 1)
+        threads = compile_threads() if is_for_gpus() else 1
+        self._compiled.compile_first(first, soon, progress, threads=threads, if_needed=rest[len(soon) :])
 
     @property
     def to_compile(self) -> int:
-        """Number of programs that still compile in the background."""
+        """Number of programs that wait or compile in the background; see `CompiledPrograms.to_compile`."""
         return self._compiled.to_compile
 
     def stop_compiling(self) -> None:

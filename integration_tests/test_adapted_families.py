@@ -28,11 +28,11 @@ HEAD = """\
 # Adapters and nf4, by family
 
 The parameters of each family that support low-rank adapters (`lora:` with path `blocks`; `.*_blocks` for `flux`,
-`.*attentions.*` for `unet`, all paths for `autoencoder_kl`), and the subset that the recipe `nf4` leaves unquantized.
-In matrix products, adapters are applied as two low-rank products. In convolutions (marked *), the adapter is added to
-the kernel first. Parameters without a product, such as norms and biases, support neither.
+`.*blocks?` for `sd3`, `.*attentions.*` for `unet`, all paths for `autoencoder_kl`), and the subset that the recipe
+`nf4` leaves unquantized. In matrix products, adapters are applied as two low-rank products. In convolutions (marked *),
+the adapter is added to the kernel first. Parameters without a product, such as norms and biases, support neither.
 """
-PATHS = {"flux": ".*_blocks", "unet": ".*attentions.*", "autoencoder_kl": ".*"}
+PATHS = {"flux": ".*_blocks", "sd3": ".*blocks?", "unet": ".*attentions.*", "autoencoder_kl": ".*"}
 SMALL = {"vocab_size": 64, "embed": 64, "heads": 4, "mlp": 64, "max_positions": 32}
 FEW = ("llama", "deepseek_v3", "qwen3_next", "autoencoder_kl")  # every kind of layer with products
 SLOW = pytest.mark.slow
@@ -50,6 +50,8 @@ NARROW = {
     "dit": {"image_size": 8, "head_dim": 16},
     "flux": {"image_size": 8, "head_dim": 16, "rope_axes": (4, 6, 6), "text_dim": 64, "pooled_dim": 64}
     | {"text_tokens": 4, "double_layers": 2, "single_layers": 2},
+    "sd3": {"image_size": 8, "head_dim": 16, "text_dim": 64, "pooled_dim": 64, "text_tokens": 4, "max_patches": 5}
+    | {"layers": 3, "dual_layers": 1, "qk_norm": True},
     "unet": {"image_size": 4, "widths": (64, 64), "heads": (2, 2), "transformer_layers": (0, 2), "blocks_per_level": 1}
     | {"text_dim": 64, "pooled_dim": 64, "text_tokens": 4, "size_features": 16},
     "autoencoder_kl": {"image_size": 8, "widths": (64, 64), "groups": 4, "blocks_per_level": 1},

@@ -28,7 +28,8 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion import autoencoder_kl, clip, dit, unet
 from stack_train.diffusion.image_model import DiffusionModel
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig
-from stack_train.diffusion.pipeline import PIPELINES, Encoders, Pipeline, save_pipeline
+from stack_train.diffusion.pipeline import Encoders, Pipeline, save_pipeline
+from stack_train.diffusion.pipeline_classes import PIPELINES
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import ImageSampler, open_images

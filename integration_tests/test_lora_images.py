@@ -13,7 +13,7 @@ from stack_core.ops.building import is_quantized
 from stack_quant.packing import stored_bytes
 from stack_train.checkpoint import named_leaves
 from stack_train.commands.convert import convert
-from stack_train.diffusion import autoencoder_kl, dit, flux
+from stack_train.diffusion import autoencoder_kl, dit, flux, sd3
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import open_images
@@ -31,9 +31,10 @@ FAMILIES = {
     "dit": {"classes": 10, "layers": 2, "heads": 2, "head_dim": 16, **SQUARES},
     "flux": {"double_layers": 1, "single_layers": 2, "heads": 2, "head_dim": 16, "rope_axes": [4, 6, 6]}
     | {"guidance": None, **TEXT, **SQUARES},
+    "sd3": {"layers": 3, "dual_layers": 1, "heads": 2, "head_dim": 16, "max_patches": 5, **TEXT, **SQUARES},
     "autoencoder_kl": {"latent_channels": 2, "widths": [8, 16], "groups": 4, "blocks_per_level": 1, **SQUARES},
 }
-COMPONENTS = {"dit": dit.COMPONENT, "flux": flux.COMPONENT, "autoencoder_kl": autoencoder_kl.COMPONENT}
+COMPONENTS = {module.COMPONENT.family.name: module.COMPONENT for module in (dit, flux, sd3, autoencoder_kl)}
 NF4 = {"path": ".*", "weights": "nf4", "tile_size": 16, "smaller_tiles": True, "double_quantized": True}
 QLORA = {"quant": {"rules": NF4}, "lora": {"rules": {"path": ".*", "rank": 2}}}
 
@@ -48,7 +49,7 @@ def batches(family):
         batch = {"images": images, "weights": np.ones(rows, np.float32)}
         if family == "dit":
             batch["labels"] = labels
-        if family == "flux":
+        if family in ("flux", "sd3"):
             batch["text"] = rng.normal(size=(rows, TEXT["text_tokens"], TEXT["text_dim"])).astype(np.float32)
             batch["pooled"] = rng.normal(size=(rows, TEXT["pooled_dim"])).astype(np.float32)
         yield batch

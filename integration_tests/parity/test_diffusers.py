@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from flax import nnx
 from safetensors.numpy import load_file
 
-from stack_train.diffusion import autoencoder_kl, dit, flux, unet
+from stack_train.diffusion import autoencoder_kl, dit, flux, sd3, unet
 from stack_train.diffusion.components import load_component, save_component
 from stack_train.diffusion.samplers import levels_of, table_of
 from stack_train.diffusion.scheduler import read_scheduler, write_scheduler
@@ -24,12 +25,12 @@ STEPS = 10
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
-def drawn(model):
+def drawn(model, std=0.2):
     """The model with every parameter drawn anew, so that none is 0 or 1 and could go missing unnoticed."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2)
+            parameter.copy_(torch.randn_like(parameter) * std)
     return model.eval()
 
 
@@ -80,6 +81,24 @@ def of_flux(*, guidance):
     )
 
 
+def of_sd3(**settings):
+    return sd3.COMPONENT, diffusers.SD3Transformer2DModel(
+        **{
+            "sample_size": 8,
+            "in_channels": 3,
+            "out_channels": 3,
+            "num_layers": 3,
+            "attention_head_dim": 12,
+            "num_attention_heads": 3,
+            "joint_attention_dim": 24,
+            "caption_projection_dim": 36,
+            "pooled_projection_dim": 20,
+            "pos_embed_max_size": 9,
+        }
+        | settings
+    )
+
+
 def of_unet(**settings):
     """Of Stable Diffusion 1.5, by default."""
     return unet.COMPONENT, diffusers.UNet2DConditionModel(
@@ -118,6 +137,10 @@ MODELS = {
     "dit": of_dit,
     "flux_dev": lambda: of_flux(guidance=True),
     "flux_schnell": lambda: of_flux(guidance=False),
+    "sd3": of_sd3,
+    "sd35_large": lambda: of_sd3(qk_norm="rms_norm"),
+    "sd35_medium": lambda: of_sd3(qk_norm="rms_norm", dual_attention_layers=(0, 1), num_layers=4),
+    "sd3_dual_to_the_end": lambda: of_sd3(dual_attention_layers=(0, 1, 2), patch_size=1, pos_embed_max_size=15),
     "unet": of_unet,
     "unet_xl": of_unet_xl,
     "unet_scale_shift": lambda: of_unet_xl(resnet_time_scale_shift="scale_shift", norm_eps=1e-3),
@@ -190,6 +213,8 @@ def predictions(family, ours, theirs):
         return ours(*given, {"labels": jnp.asarray(labels, jnp.int32)}), of_numpy(said)
     if family == "unet":
         return unet_predictions(ours, theirs, timesteps, rng)
+    if family == "sd3":
+        return sd3_predictions(ours, theirs, timesteps, rng)
     text, pooled = rng.standard_normal((2, 5, 24), np.float32), rng.standard_normal((2, 20), np.float32)
     guidance = np.array([1.5, 4.0], np.float32) if theirs.config.guidance_embeds else None
     patches = diffusers.FluxPipeline._pack_latents(of_torch(images), 2, 3, 8, 8)
@@ -222,6 +247,67 @@ def unet_predictions(ours, theirs, timesteps, rng):
         said = theirs(of_torch(images), torch.tensor(timesteps), torch.tensor(text), added_cond_kwargs=added).sample
     found = ours(jnp.asarray(images), jnp.asarray(timesteps), jax.tree.map(jnp.asarray, condition))
     return found, of_numpy(said)
+
+
+def sd3_inputs(timesteps, rng):
+    """Images of 3 x 7 patches of 2 pixels, and texts of five tokens."""
+    images, text = rng.standard_normal((2, 6, 14, 3), np.float32), rng.standard_normal((2, 5, 24), np.float32)
+    return images, timesteps, {"text": text, "pooled": rng.standard_normal((2, 20), np.float32)}
+
+
+def sd3_answer(theirs, images, timesteps, condition):
+    text, pooled = (torch.tensor(condition[name]) for name in ("text", "pooled"))
+    return theirs(of_torch(images), text, pooled, torch.tensor(timesteps)).sample
+
+
+def sd3_predictions(ours, theirs, timesteps, rng):
+    images, timesteps, condition = sd3_inputs(timesteps, rng)
+    with torch.no_grad():
+        said = sd3_answer(theirs, images, timesteps, condition)
+    return ours(*jax.tree.map(jnp.asarray, (images, timesteps, condition))), of_numpy(said)
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd35_medium"])
+def test_gradients_are_those_of_diffusers(name, tmp_path):
+    component, theirs = MODELS[name]()
+    drawn(theirs, 0.1).save_pretrained(tmp_path)  # with larger values float32 has fewer digits than the tolerance
+    config, ours = load_component(component, tmp_path)
+    images, timesteps, condition = sd3_inputs(np.array([3.0, 700.0], np.float32), np.random.default_rng(1))
+    weights = np.random.default_rng(2).standard_normal(images.shape).astype(np.float32)
+    (sd3_answer(theirs, images, timesteps, condition) * of_torch(weights)).sum().backward()
+    wanted = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
+    graph, params, others = nnx.split(ours, is_trained, ...)
+    given = jax.tree.map(jnp.asarray, (images, timesteps, condition))
+
+    def loss(params):
+        return jnp.sum(nnx.merge(graph, params, others)(*given) * weights)
+
+    with jax.default_matmul_precision("highest"):
+        gradients = nnx.to_flat_state(jax.grad(loss)(params))
+    found = {
+        name: tensor
+        for path, leaf in gradients
+        for name, tensor in component.tensors_of(config, "/".join(map(str, path)), np.asarray(leaf[...])).items()
+    }
+    assert found.keys() == wanted.keys()
+    last = f"transformer_blocks.{config.layers - 1}.attn."  # whose text has no queries that anything reads
+    unread = [each for each in wanted if each.startswith((f"{last}add_q_proj", f"{last}norm_added_q"))]
+    assert [each for each, gradient in wanted.items() if not gradient.any()] == unread
+    for each, gradient in wanted.items():
+        tolerance = TOLERANCE * max(1.0, np.abs(gradient).max())
+        np.testing.assert_allclose(found[each], gradient, atol=tolerance, rtol=0, err_msg=each)
+
+
+def is_trained(path, variable):
+    return variable.get_metadata().get("trained", True)
+
+
+def test_positions_of_a_new_model_are_those_of_diffusers():
+    theirs = of_sd3()[1].pos_embed.pos_embed
+    config = sd3.Sd3Config(
+        image_size=8, channels=3, layers=1, heads=3, head_dim=12, text_dim=24, pooled_dim=20, max_patches=9
+    )
+    np.testing.assert_allclose(sd3.FAMILY.build(config, key=jax.random.key(0)).positions[...], theirs, atol=1e-6)
 
 
 def test_a_denoiser_says_what_diffusers_says(pair):
@@ -385,15 +471,18 @@ def test_ddim_adds_the_noise_of_diffusers(eta, tmp_path):
         ({"use_beta_sigmas": True}, 512),
     ],
 )
-def test_a_flow_goes_the_way_of_diffusers(settings, pixels, tmp_path):
+@pytest.mark.parametrize("spacing", [None, "linspace"])
+def test_a_flow_goes_the_way_of_diffusers(spacing, settings, pixels, tmp_path):
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**settings)
     scheduler.save_pretrained(tmp_path)
     tokens, config = (pixels // 16) ** 2, scheduler.config
     line = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / STEPS, STEPS), mu=calculate_shift(tokens, *line))
+    # Flux gives its times, and Stable Diffusion 3 takes those of the scheduler.
+    times = {"sigmas": np.linspace(1.0, 1 / STEPS, STEPS)} if spacing is None else {"num_inference_steps": STEPS}
+    scheduler.set_timesteps(**times, mu=calculate_shift(tokens, *line))
     noise = np.random.default_rng(0).standard_normal((2, 4, 4, 3)).astype(np.float32)
     read = read_scheduler(tmp_path)
-    sampler = replace(read.sampler, steps=STEPS)
+    sampler = replace(read.sampler, steps=STEPS, spacing=spacing)
     levels = levels_of(read.objective.schedule(tokens), sampler)
     np.testing.assert_allclose(levels.sigmas, scheduler.sigmas[:-1].numpy(), atol=1e-6)
     table = table_of(sampler, levels, "flow")

@@ -13,7 +13,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from stack_core.abi.adapters import LowRankFactors
-from stack_train.diffusion import clip, t5, unet
+from stack_train.diffusion import clip, sd3, t5, unet
 from stack_train.diffusion.components import load_component, save_component
 from stack_train.diffusion.denoiser import image_tokens
 from stack_train.diffusion.lora import merge_lora, write_lora
@@ -55,17 +55,17 @@ def of_clip(activation="quick_gelu", end=2, vocab=99):
     )
 
 
-def of_projected_clip(vocab=99):
+def of_projected_clip(vocab=99, projection=20):
     config = of_clip("gelu", vocab=vocab)[1].config
-    config.projection_dim = 20
+    config.projection_dim = projection
     return clip.PROJECTED, transformers.CLIPTextModelWithProjection(config)
 
 
-def of_t5(vocab=99):
+def of_t5(vocab=99, width=32):
     return t5.COMPONENT, transformers.T5EncoderModel(
         transformers.T5Config(
             vocab_size=vocab,
-            d_model=32,
+            d_model=width,
             d_kv=8,
             d_ff=48,
             num_layers=3,
@@ -235,14 +235,17 @@ def test_a_pipeline_makes_the_images_of_diffusers_and_is_opened_there_again(pipe
     np.testing.assert_allclose(images_of(again, noise), wanted, atol=1e-5)
 
 
-def tiny_vae():
+def tiny_vae(**settings):
     return diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(4, 4, 4, 8),
-        norm_num_groups=4,
-        latent_channels=4,
-        sample_size=64,
+        **{
+            "down_block_types": ("DownEncoderBlock2D",) * 4,
+            "up_block_types": ("UpDecoderBlock2D",) * 4,
+            "block_out_channels": (4, 4, 4, 8),
+            "norm_num_groups": 4,
+            "latent_channels": 4,
+            "sample_size": 64,
+        }
+        | settings
     )
 
 
@@ -341,7 +344,7 @@ def test_stable_diffusion_makes_the_images_of_diffusers_and_is_opened_there_agai
     changes |= {"guidance_rescale": settings["guidance_rescale"]} if "guidance_rescale" in settings else {}
     sampler = opened.sampler.changed(changes)
     negative = [settings["negative_prompt"]] if "negative_prompt" in settings else None
-    condition = opened._condition(["a red circle"], negative, sampler)
+    condition = opened.condition(["a red circle"], sampler, negative=negative)
     with jax.default_matmul_precision("highest"):
         latents = opened._sampled(condition, 1, sampler, 0, noise=jnp.asarray(noise))
         found = np.clip(np.asarray(opened.encoders.autoencoder.images_of(latents)) / 2 + 0.5, 0, 1)
@@ -357,6 +360,122 @@ def test_stable_diffusion_makes_the_images_of_diffusers_and_is_opened_there_agai
         assert all(np.array_equal(tensor, after[each]) for each, tensor in before.items())
     again = type(made).from_pretrained(tmp_path / "ours", **({"add_watermarker": False} if "xl" in name else {}))
     np.testing.assert_allclose(images_of(again), wanted, atol=1e-5)
+
+
+def stable_diffusion_3(tokenizers_of, *, t5_of=of_t5, scheduler=None):
+    """Tiny encoders; both CLIPs together are narrower than T5, whose place has zeros if `t5_of` is None."""
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(tokenizers_of / "clip", model_max_length=16)
+    t5_tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers_of / "t5", model_max_length=9)
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        in_channels=16,
+        num_layers=3,
+        attention_head_dim=12,
+        num_attention_heads=3,
+        joint_attention_dim=70,
+        caption_projection_dim=36,
+        pooled_projection_dim=20 + 24,
+        pos_embed_max_size=9,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    return diffusers.StableDiffusion3Pipeline(
+        scheduler=scheduler or diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=drawn(
+            tiny_vae(
+                latent_channels=16,
+                scaling_factor=1.5,
+                shift_factor=0.06,
+                use_quant_conv=False,
+                use_post_quant_conv=False,
+            )
+        ),
+        text_encoder=drawn(of_projected_clip(vocab=49)[1]),
+        tokenizer=tokenizer,
+        text_encoder_2=drawn(of_projected_clip(vocab=49, projection=24)[1]),
+        tokenizer_2=tokenizer,
+        text_encoder_3=None if t5_of is None else drawn(t5_of(width=70)[1]),
+        tokenizer_3=None if t5_of is None else t5_tokenizer,
+        transformer=drawn(transformer),
+    )
+
+
+DYNAMIC = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+SD3 = {
+    "t5": ({}, {"max_sequence_length": 9}, None),
+    "t5_negative": ({"scheduler": DYNAMIC}, {"max_sequence_length": 9}, "a blue sea"),
+    "without_t5": ({"t5_of": None}, {}, None),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", SD3)
+def test_stable_diffusion_3_makes_the_images_of_diffusers_and_is_opened_there_again(name, tokenizers_of, tmp_path):
+    parts, settings, negative = SD3[name]
+    made = stable_diffusion_3(tokenizers_of, **parts)
+    made.save_pretrained(tmp_path / "theirs")
+    opened = open_images(f"hf:{tmp_path / 'theirs'}", size=(48, 80))  # latents of 6 x 10
+    assert opened.config.text_tokens == 16 + (256 if name == "without_t5" else 9)
+    noise = np.random.default_rng(0).standard_normal((1, 6, 10, 16)).astype(np.float32)
+
+    def images_of(pipeline):
+        pipeline.set_progress_bar_config(disable=True)
+        latents = torch.tensor(noise.transpose(0, 3, 1, 2))
+        size = {"height": 48, "width": 80, "num_inference_steps": 4, "guidance_scale": 3.0}
+        chosen = {**size, **settings, "negative_prompt": negative}
+        return pipeline("a red circle", latents=latents, output_type="np", **chosen).images
+
+    assert opened.sampler.guidance == 7.0
+    sampler = opened.sampler.changed({"steps": 4, "guidance": 3.0})
+    condition = opened.condition(["a red circle"], sampler, negative=None if negative is None else [negative])
+    with jax.default_matmul_precision("highest"):
+        latents = opened._sampled(condition, 1, sampler, 0, noise=jnp.asarray(noise))
+        found = np.clip(np.asarray(opened.encoders.autoencoder.images_of(latents)) / 2 + 0.5, 0, 1)
+    wanted = images_of(made)
+    assert wanted.std() > 0.01
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
+    save_pipeline(tmp_path / "ours", open_pipeline(tmp_path / "theirs"))
+    before, after = (
+        load_file(tmp_path / each / "transformer" / "diffusion_pytorch_model.safetensors")
+        for each in ("theirs", "ours")
+    )
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(tensor, after[each]) for each, tensor in before.items())
+    # diffusers opens no directory without T5, its own neither, unless told.
+    absent = {"text_encoder_3": None, "tokenizer_3": None} if name == "without_t5" else {}
+    again = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path / "ours", **absent)
+    np.testing.assert_allclose(images_of(again), wanted, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_diffusers_merges_a_lora_file_of_stable_diffusion_3_to_the_same_weights(tokenizers_of, tmp_path):
+    made = stable_diffusion_3(tokenizers_of, t5_of=None)
+    made.save_pretrained(tmp_path / "theirs")
+    opened, random = open_pipeline(tmp_path / "theirs"), np.random.default_rng(0)
+    # One module in each group of blocks: layers 0, 1 and 2.
+    modules = ("dual_blocks/image/own_projections/query", "blocks/text/output", "last_block/text/projections/key")
+    adapters = {
+        f"{each}/kernel": LowRankFactors(
+            random.normal(size=(1, 36, 3)).astype("f"), random.normal(size=(1, 3, 36)).astype("f"), 0.5
+        )
+        for each in modules
+    }
+    file = tmp_path / "lora.safetensors"
+    write_lora(file, adapters, sd3.COMPONENT, opened.config, folder="transformer")
+    save_pipeline(tmp_path / "ours", merge_lora(opened, file, 0.7))
+    made.load_lora_weights(str(tmp_path), weight_name=file.name)
+    made.fuse_lora(lora_scale=0.7)
+    made.unload_lora_weights()
+    made.save_pretrained(tmp_path / "fused")
+    before, theirs, ours = (
+        load_file(tmp_path / each / "transformer" / "diffusion_pytorch_model.safetensors")
+        for each in ("theirs", "fused", "ours")
+    )
+    for name, tensor in theirs.items():
+        np.testing.assert_allclose(ours[name], tensor, rtol=1e-5, atol=1e-5, err_msg=name)
+    changed = [name for name, tensor in theirs.items() if np.abs(tensor - before[name]).max() > 0.01]
+    ends = ("0.attn2.to_q", "1.attn.to_add_out", "2.attn.add_k_proj")
+    assert sorted(changed) == [f"transformer_blocks.{end}.weight" for end in ends]
 
 
 EULER = diffusers.EulerDiscreteScheduler(**BETAS, timestep_spacing="leading")
@@ -400,7 +519,7 @@ def test_an_image_is_changed_as_diffusers_changes_it(name, tokenizers_of, tmp_pa
         "a red circle", **given, strength=strength, num_inference_steps=5, guidance_scale=2.0, output_type="np"
     ).images
     sampler = opened.sampler.changed({"steps": 5, "guidance": 2.0, "strength": strength})
-    condition = opened._condition(["a red circle"], None, sampler)
+    condition = opened.condition(["a red circle"], sampler)
     with jax.default_matmul_precision("highest"):
         begun = opened._begun(start, 1)
         latents = opened._sampled(condition, 1, sampler, 0, noise=jnp.asarray(noise), begun=begun)

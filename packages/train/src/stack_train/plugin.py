@@ -64,6 +64,7 @@ def stack_register_models(registry: Registrar) -> None:
         registry.add(name, f"stack_train.models.{name}:FAMILY")
     registry.add("dit", "stack_train.diffusion.dit:FAMILY")
     registry.add("flux", "stack_train.diffusion.flux:FAMILY")
+    registry.add("sd3", "stack_train.diffusion.sd3:FAMILY")
     registry.add("unet", "stack_train.diffusion.unet:FAMILY")
     registry.add("autoencoder_kl", "stack_train.diffusion.autoencoder_kl:FAMILY")
 

@@ -11,7 +11,8 @@ from sklearn.svm import SVC
 
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion import clip, t5
-from stack_train.diffusion.pipeline import PIPELINES, Encoders
+from stack_train.diffusion.pipeline import Encoders
+from stack_train.diffusion.pipeline_classes import PIPELINES
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders
 
 SIZE = 16
@@ -103,8 +104,10 @@ def encoders(directory, autoencoder, *, width=32, tokens=6, name="FluxPipeline")
         projection=width,
         **floats,
     )
+    (pipeline,) = [each for each in PIPELINES if each.name == name]
+    t5_width = 2 * width if pipeline.joins_tokens else width  # of two CLIPs, whose tokens T5's follow
     t5_config = t5.T5EncoderConfig(
-        vocab_size=words, embed=width, mlp=width, layers=1, heads=2, head_dim=16, buckets=8, max_distance=8, **floats
+        vocab_size=words, embed=t5_width, mlp=width, layers=1, heads=2, head_dim=16, buckets=8, max_distance=8, **floats
     )
     clip_config = replace(clip_config, initializer_std=0.3)
     configs = (
@@ -112,7 +115,6 @@ def encoders(directory, autoencoder, *, width=32, tokens=6, name="FluxPipeline")
         (clip.PROJECTED, replace(clip_config, projects=True)),
         (t5.COMPONENT, t5_config),
     )
-    (pipeline,) = [each for each in PIPELINES if each.name == name]
     made = {}
     for number, (folder, (component, _)) in enumerate(pipeline.text.items()):
         config = next(config for each, config in configs if each is component)

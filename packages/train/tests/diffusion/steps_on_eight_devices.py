@@ -1,13 +1,15 @@
 """Training steps of denoisers on eight devices and on one; `test_meshes.py` runs this in a process that has eight."""
 
+import functools
 import math
+import operator
 
 import jax
 import numpy as np
 
 from stack_core.abi.mesh import MeshConfig, check_shardings
 from stack_core.chips.device_mesh import make_mesh
-from stack_train.diffusion import autoencoder_kl, dit, flux
+from stack_train.diffusion import autoencoder_kl, dit, flux, sd3
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.optim import AdamWConfig, ScheduleConfig
@@ -40,6 +42,24 @@ MODELS = {
         flux.FAMILY,
         EpsilonConfig(min_snr=5.0),
     ),
+    "sd3": (
+        sd3.Sd3Config(
+            image_size=SIDE,
+            channels=4,
+            layers=3,
+            dual_layers=1,
+            heads=4,
+            head_dim=8,
+            qk_norm=True,
+            text_dim=16,
+            pooled_dim=16,
+            text_tokens=4,
+            max_patches=5,
+            **FLOATS,
+        ),
+        sd3.FAMILY,
+        FlowMatchingConfig(),
+    ),
     "autoencoder": (
         autoencoder_kl.AutoencoderKlConfig(
             image_size=SIDE, channels=4, widths=(8, 16), blocks_per_level=1, groups=4, **FLOATS
@@ -55,7 +75,7 @@ def batches(name):
     for _ in range(STEPS):
         batch = {"images": rng.normal(size=(ROWS, SIDE, SIDE, 4)), "weights": np.ones(ROWS)}
         batch["weights"][-3:] = 0.0  # rows weigh differently, so that a mean of means would be wrong
-        if name == "flux":
+        if name in ("flux", "sd3"):
             batch |= {"text": rng.normal(size=(ROWS, 4, 16)), "pooled": rng.normal(size=(ROWS, 16))}
         found = {key: value.astype(np.float32) for key, value in batch.items()}
         yield {**found, "labels": rng.integers(0, 10, ROWS).astype(np.int32)} if name == "dit" else found
@@ -75,7 +95,8 @@ def losses(name, sizes):
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     check_shardings(state, program.state_shardings)
     if "fsdp" in sizes and name != "autoencoder":
-        kernel = (state.params["blocks"] if name == "dit" else state.params["double_blocks"]["image"])["up"]["kernel"]
+        blocks = {"dit": ("blocks",), "flux": ("double_blocks", "image"), "sd3": ("dual_blocks", "image")}
+        kernel = functools.reduce(operator.getitem, (*blocks[name], "up", "kernel"), state.params)
         parts = sizes["fsdp"] * sizes.get("tensor", 1)
         assert kernel.addressable_shards[0].data.size == kernel.size // parts, name
     return np.array(found)

@@ -56,7 +56,10 @@ FAMILIES = {
     "StableDiffusionPipeline": {**TINY_UNET, "text_dim": 32},
     "StableDiffusionXLPipeline": {**TINY_UNET, "text_dim": 64, "pooled_dim": 32, "size_features": 4}
     | {"zero_unconditional": True, "linear_projections": True},
+    "StableDiffusion3Pipeline": {"name": "sd3", "image_size": 8, "channels": 4, "layers": 3, "dual_layers": 1}
+    | {"heads": 2, "head_dim": 16, "text_dim": 64, "pooled_dim": 64, "text_tokens": 12, "max_patches": 6, **FLOATS},
 }
+BETAS = {"betas": "scaled_linear", "beta_start": 8.5e-4, "beta_end": 0.012}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,8 @@ def saved_encoders(directory, name, autoencoder, **settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_run_of_a_unet_is_exported_and_samples_other_shapes(name, folder, tmp_path):
+def test_a_run_is_exported_and_samples_other_shapes(name, folder, tmp_path):
+    flows = name == "StableDiffusion3Pipeline"
     config = autoencoder_kl.AutoencoderKlConfig(widths=(4, 8), scaling_factor=2.0, **AUTOENCODER)
     encoders = saved_encoders(tmp_path / "encoders", name, autoencoder_kl.FAMILY.build(config, key=jax.random.key(0)))
     run = flux_config(
@@ -94,19 +98,20 @@ def test_a_run_of_a_unet_is_exported_and_samples_other_shapes(name, folder, tmp_
         steps=2,
         model=FAMILIES[name],
         data={"batch_size": 4, "validation_fraction": 0.0},
-        objective={"name": "epsilon", "noise": {"betas": "scaled_linear", "beta_start": 8.5e-4, "beta_end": 0.012}},
+        objective={"name": "flow_matching"} if flows else {"name": "epsilon", "noise": BETAS},
     )
     batch = next(run.data.build(seed=0, model=run.model).train_iterator())
     spec = run.data.spec(run.model)
     assert {key: (array.shape, array.dtype) for key, array in batch.items() if key != "row_ids"} == {
         key: (each.shape, each.dtype) for key, each in spec.items()
     }
-    assert ("negative_text" in batch) == (name == "StableDiffusionPipeline")
+    assert ("negative_text" in batch) == (name != "StableDiffusionXLPipeline")
+    assert ("negative_pooled" in batch) == flows
     train(run)
     FORMAT.export_run(tmp_path / "run", tmp_path / "pipeline")
     FORMAT.import_run(tmp_path / "pipeline", tmp_path / "again")
     opened = open_images(f"hf:{tmp_path / 'pipeline'}", size=(12, 20))
-    assert opened.sampler.guidance > 1.0 and opened.sampler.spacing == "leading"
+    assert opened.sampler.guidance > 1.0 and opened.sampler.spacing == ("linspace" if flows else "leading")
     sampler = opened.sampler.changed({"steps": 2})
     images = opened.images_of(["a red ring"], sampler)
     assert images.shape == (1, 12, 20, 3) and images.std() > 0
@@ -116,7 +121,8 @@ def test_a_run_of_a_unet_is_exported_and_samples_other_shapes(name, folder, tmp_
     np.testing.assert_array_equal(again.images_of(["a red ring"], sampler), images)
     with pytest.raises(GenerationError, match="act through guidance, which is 1"):
         opened.images_of(["a red ring"], sampler.changed({"guidance": 1.0}), negative=["a blue bar"])
-    with pytest.raises(ConversionError, match=r"encoders of a Stable.*, whose denoiser is of family unet, not flux"):
+    wrong = "leave none for T5" if flows else "encoders of a Stable.*, whose denoiser is of family unet, not flux"
+    with pytest.raises(ConversionError, match=wrong):
         train(tiny(tmp_path / "flux", folder, encoders))
 
 

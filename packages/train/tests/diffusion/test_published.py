@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from stack_core.abi.errors import ConversionError
-from stack_train.diffusion import autoencoder_kl, clip, dit, exchange, flux, t5, unet
+from stack_train.diffusion import autoencoder_kl, clip, dit, exchange, flux, sd3, t5, unet
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.noise import DynamicShift
 from stack_train.diffusion.scheduler import read_scheduler
@@ -29,6 +29,10 @@ PARAMETERS = {
     "FLUX.1-dev/text_encoder": (clip, 123_060_480),
     "FLUX.1-dev/text_encoder_2": (t5, 4_762_310_656),
     "DiT-XL-2-256/transformer": (dit, 749_826_464),  # each block has its own embedding of times and labels
+    # With the table of positions, which diffusers does not count: 2,028,328,000, 8,056,627,520 and 2,243,171,520.
+    "stable-diffusion-3-medium/transformer": (sd3, 2_084_951_104),
+    "stable-diffusion-3.5-large/transformer": (sd3, 8_146_280_768),
+    "stable-diffusion-3.5-medium/transformer": (sd3, 2_469_663_936),
     "stable-diffusion-v1-5/unet": (unet, 859_520_964),
     "stable-diffusion-xl-base-1.0/unet": (unet, 2_567_463_684),
 }
@@ -87,6 +91,38 @@ def test_a_published_unet_config_is_written_with_the_same_values(name):
     expected["attention_head_dim"] = heads if isinstance(heads, list) else [heads] * 4
     expected.pop("addition_embed_type_num_heads", None)
     assert {key: written_again[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", [name for name, (family, _) in PARAMETERS.items() if family is sd3])
+def test_every_key_of_a_published_stable_diffusion_3_acts_and_is_written(name):
+    mapping = {key: value for key, value in published(name).items() if key[0] != "_"}
+    config = sd3.COMPONENT.read_config(mapping)
+    written_again = sd3.COMPONENT.write_config(config)
+    assert {key: written_again[key] for key in mapping} == mapping
+    assert all(not written_again[key] for key in written_again.keys() - mapping.keys() - {"_class_name"})
+    for key in mapping.keys() - {"caption_projection_dim", "out_channels"}:  # which others determine
+        others = {key: [0] if key == "dual_attention_layers" else 2 * mapping[key] if key != "qk_norm" else None}
+        others |= {"caption_projection_dim": 2 * config.embed} if key.endswith(("_heads", "_head_dim")) else {}
+        others |= {"out_channels": 32} if key == "in_channels" else {}
+        assert sd3.COMPONENT.read_config(mapping | others) != config, key
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"qk_norm": "layer_norm"}, "qk_norm='layer_norm', not None or 'rms_norm'"),
+        ({"dual_attention_layers": [1, 2]}, r"dual_attention_layers=\[1, 2\], which are not the first 2"),
+        ({"caption_projection_dim": 1152}, "caption_projection_dim=1152, not 1536"),
+        ({"out_channels": 32}, "out_channels=32, not in_channels, 16"),
+        ({"pos_embed_max_size": None}, "pos_embed_max_size=None"),
+        ({"pos_embed_max_size": 60}, "128 x 128 exceed 120"),
+        ({"force_zeros_for_pooled_projection": True}, "force_zeros_for_pooled_projection=True"),
+        ({"sample_size": 127}, "no multiple of patch=2"),
+    ],
+)
+def test_another_stable_diffusion_3_is_refused(settings, message):
+    with pytest.raises(ConversionError, match=message):
+        sd3.COMPONENT.read_config(published("stable-diffusion-3-medium/transformer") | settings)
 
 
 def written(component, mapping, directory, *, files):

@@ -143,8 +143,8 @@ def test_every_family_published_in_bfloat16_is_trained_in_float32(name):
     family = registries.models[name]
     program = make_program(model=(family, family.config_class(param_dtype="bfloat16")))
     state = program.abstract_state
-    # The scale of each layer of Gemma 4 is not trained, and keeps its published dtype.
-    untrained = {"float32", "bfloat16"} if name == "gemma4" else {"float32"}
+    # The scale of each layer of Gemma 4 and the positions of Stable Diffusion 3 are not trained, and keep their dtype.
+    untrained = {"float32", "bfloat16"} if name in ("gemma4", "sd3") else {"float32"}
     assert floats((state.params, state.opt_state)) == {"float32"}
     assert floats(state.mutable) <= untrained and not floats(state.frozen)
 

@@ -54,8 +54,8 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       out: PNG file to write; by default a file in the run's directory that its report displays, or image.png.
       sampler: numerical method that integrates from noise to images; by default the directory's scheduler, or euler.
       steps: number of sampling steps.
-      spacing: spacing of the timesteps in a schedule of betas, by default the directory's, or linspace; not for
-        flow_matching.
+      spacing: spacing of the timesteps in a schedule of betas, by default the directory's, or linspace; for
+        flow_matching, linspace ends at the lowest of 1000 times, the default of Stable Diffusion 3.
       eta: fraction of fresh noise in each ddim step.
       guidance: guidance scale; values above 1 follow the label or prompt more closely, with less variety. By default
         7.5 for Stable Diffusion, 5 for Stable Diffusion XL and 1 for others.

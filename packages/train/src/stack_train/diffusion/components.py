@@ -49,6 +49,8 @@ class Component:
         has an entry with its full name. "{layer}" stands for the index of a layer, because our layers are stacked. A
         module without an entry has the same path in the files, with dots.
       rename: name of a module without an entry in `names`, if it is not the path with dots.
+      first_layers: index of the first layer of stacked modules that do not begin at layer 0, by the first part of their
+        path.
       squares: linear layers that are convolutions in the files, by path: channels and sides of each kernel's square.
       stem: name of the tensor files without suffix.
       model_type: value in `config.json` for a class of transformers; None for a class of diffusers.
@@ -66,6 +68,7 @@ class Component:
     silent: tuple[str, ...] = ()
     read_others: Callable[[Reader], dict[str, Any]] = _nothing
     write_others: Callable[[Any], dict[str, Any]] = _nothing
+    first_layers: Callable[[Any], Mapping[str, int]] = _nothing
     squares: Callable[[Any], Mapping[str, tuple[int, ...]]] = _nothing
     stem: str = "diffusion_pytorch_model"
     model_type: str | None = None
@@ -119,8 +122,9 @@ class Component:
             name = (self.names.get(module) or self.rename(module)) + _ENDS[end]
             kernel = end == "kernel"
         square = self.squares(config).get(module) if kernel else None
+        first = self.first_layers(config).get(path.partition("/")[0], 0)
         layers = range(len(parameter)) if "{layer}" in name else ()
-        parts = {name.format(layer=layer): parameter[layer] for layer in layers} or {name: parameter}
+        parts = {name.format(layer=first + layer): parameter[layer] for layer in layers} or {name: parameter}
         return {each: _laid_out(part, square) if kernel else part for each, part in parts.items()}
 
 

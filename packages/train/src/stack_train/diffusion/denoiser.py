@@ -13,6 +13,7 @@ __all__ = [
     "Denoiser",
     "Images",
     "ImagesConfig",
+    "LimitsSize",
     "Predicted",
     "condition_of",
     "image_tokens",
@@ -68,6 +69,15 @@ class ImagesConfig(Protocol):
     image_size: int
     channels: int
     classes: int
+
+
+@runtime_checkable
+class LimitsSize(Protocol):
+    """The config of an image model that does not support all sizes that its patches divide."""
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raises a ConfigError if the model does not support images or latents of this size."""
+        ...
 
 
 def condition_of(batch: Mapping[str, jax.Array]) -> Condition:

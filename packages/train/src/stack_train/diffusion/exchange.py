@@ -19,7 +19,7 @@ from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.checkpoint import CheckpointStore
 from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.data.kinds.images import ImagesData
-from stack_train.diffusion import autoencoder_kl, dit, flux, unet
+from stack_train.diffusion import autoencoder_kl, dit, flux, sd3, unet
 from stack_train.diffusion.components import Component, load_component, save_component
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig
 from stack_train.diffusion.pipeline import INDEX, Pipeline, open_encoders, open_pipeline, save_pipeline
@@ -30,9 +30,7 @@ from stack_train.variables.weights import read_params
 
 __all__ = ["component_in", "component_of", "export_images", "import_images"]
 
-_COMPONENTS = {
-    each.family.name: each for each in (dit.COMPONENT, flux.COMPONENT, unet.COMPONENT, autoencoder_kl.COMPONENT)
-}
+_COMPONENTS = {module.COMPONENT.family.name: module.COMPONENT for module in (dit, flux, sd3, unet, autoencoder_kl)}
 _SOURCE = "images/**/*"
 
 
@@ -75,7 +73,8 @@ def import_images(directory: Path, run: Path, *, progress: Progress | None = Non
             store.save_weights(reported(), to_yaml(config), total_bytes=total_bytes)
         paths.config.write_text(to_yaml(config), encoding="utf-8")
         if isinstance(config.data, CaptionedData):
-            encoders = open_encoders(directory, text_tokens=config.model.text_tokens)
+            model_config = config.model
+            encoders = open_encoders(directory, text_tokens=model_config.text_tokens, text_dim=model_config.text_dim)
             EncoderIdentity.of(encoders, config.model.text_tokens).write(partial)
     parameters = sum(leaf.size for leaf in leaves.values())
     return Conversion(run, parameters, total_bytes, config.model.param_dtype, ())
@@ -116,7 +115,9 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     model, config = nnx.merge(graph, nnx.State(read_params(run, saved.model)[0])), saved.model
     if isinstance(saved.data, CaptionedData):
         identity = EncoderIdentity.read(run)
-        encoders = open_encoders(Path(identity.directory), text_tokens=identity.text_tokens)
+        encoders = open_encoders(
+            Path(identity.directory), text_tokens=identity.text_tokens, text_dim=saved.model.text_dim
+        )
         identity.check(encoders)
         objective = saved.objective
         expected = (FlowMatchingConfig,) if encoders.pipeline.flows else (EpsilonConfig, VConfig)

@@ -7,6 +7,7 @@ Source: Black Forest Labs, FLUX.1, 2024; streams as in Esser et al., 2024 (arXiv
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -21,6 +22,17 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import constrain
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway, unconditional
+from stack_train.diffusion.joint_blocks import (
+    IMAGE_NAMES,
+    TEXT_NAMES,
+    WAVES,
+    Embedder,
+    JointBlock,
+    Projections,
+    Stream,
+    embedder_names,
+    make_linear,
+)
 from stack_train.diffusion.layers import (
     HEADS,
     Heads,
@@ -28,24 +40,19 @@ from stack_train.diffusion.layers import (
     modulated,
     patches_of,
     self_attention,
-    split_heads,
     unpatched,
     waves,
 )
 from stack_train.models.reader import Reader, Setting
 from stack_train.nn.build import Build
-from stack_train.nn.linear import FloatName, Linear
+from stack_train.nn.linear import FloatName
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
 
 __all__ = ["COMPONENT", "FAMILY", "Flux", "FluxConfig"]
 
 _ROPE = {"x": HEADS, "positions": ("batch", "seq")}
-_WAVES = 256
 _GUIDANCE_SCALE = 1000.0  # scales guidance like timesteps; the frequencies assume a maximum of 1000 for both
-
-
-Streams = tuple[Float[Array, "batch text embed"], Float[Array, "batch image embed"]]
 
 
 @config
@@ -113,67 +120,6 @@ class FluxConfig:
         return 0
 
 
-class Projections(nnx.Module):
-    """Queries, keys and values of one stream, the former two normed head by head."""
-
-    def __init__(self, config: FluxConfig, build: Build) -> None:
-        embed, self.heads, self.norm = config.embed, config.heads, build.norm
-        self.query = build.linear((embed, embed), ("embed", "heads"), bias=True)
-        self.key = build.linear((embed, embed), ("embed", "heads"), bias=True)
-        self.value = build.linear((embed, embed), ("embed", "heads"), bias=True)
-        self.query_norm = build.scale(config.head_dim, "head_dim")
-        self.key_norm = build.scale(config.head_dim, "head_dim")
-
-    def __call__(self, x: Tokens) -> tuple[Heads, Heads, Heads]:
-        query, key, value = (
-            split_heads(linear(x), self.heads, "heads") for linear in (self.query, self.key, self.value)
-        )
-        return self.norm(query, self.query_norm, HEADS), self.norm(key, self.key_norm, HEADS), value
-
-
-class Stream(nnx.Module):
-    """One stream of a two-stream block: its layers before and after the joint attention."""
-
-    def __init__(self, config: FluxConfig, build: Build) -> None:
-        embed, mlp = config.embed, 4 * config.embed
-        # Shift, scale and gate of the attention, then of the feed-forward layer.
-        self.modulation = build.linear((embed, 6 * embed), ("embed", None), bias=True, residual=True)
-        self.projections = Projections(config, build)
-        self.output = build.linear((embed, embed), ("heads", "embed"), bias=True)
-        self.up = build.linear((embed, mlp), ("embed", "mlp"), bias=True)
-        self.down = build.linear((mlp, embed), ("mlp", "embed"), bias=True)
-
-    def before(self, x: Tokens, condition: Array) -> tuple[tuple[Heads, Heads, Heads], list[Array]]:
-        """Returns queries, keys and values, and the remaining parts of the modulation."""
-        # `after` gets the gate of the attention, and shift, scale and gate of the feed-forward layer.
-        shift, scale, *others = jnp.split(self.modulation(condition), 6, axis=-1)
-        return self.projections(modulated(x, shift, scale)), others
-
-    def after(self, x: Tokens, attended: Tokens, modulation: list[Array]) -> Tokens:
-        gate, shift, scale, gate_mlp = (part[:, None] for part in modulation)
-        x = x + gate * self.output(attended)
-        wide = constrain(self.up(modulated(x, shift[:, 0], scale[:, 0])), "batch", "seq", "act_mlp", name="a stream")
-        return x + gate_mlp * self.down(jax.nn.gelu(wide, approximate=True))
-
-
-class DoubleBlock(nnx.Module):
-    """Text and image with weights of their own, and one attention; called with the slice of one layer."""
-
-    def __init__(self, config: FluxConfig, build: Build) -> None:
-        self.text, self.image = Stream(config, build.child()), Stream(config, build.child())
-        self.axes = config.rope_axes
-
-    def __call__(self, streams: Streams, condition: Array, places: Array) -> Streams:
-        text, image = streams
-        # Text tokens first, as in diffusers; the order matters for the split after attention and for positions.
-        of_text, text_others = self.text.before(text, condition)
-        of_image, image_others = self.image.before(image, condition)
-        query, key, value = (jnp.concatenate(parts, axis=1) for parts in zip(of_text, of_image, strict=True))
-        attended = self_attention(rotated(query, places, self.axes), rotated(key, places, self.axes), value)
-        text_attended, image_attended = jnp.split(attended, [text.shape[1]], axis=1)
-        return self.text.after(text, text_attended, text_others), self.image.after(image, image_attended, image_others)
-
-
 class SingleBlock(nnx.Module):
     """Text and image in one stream, attention and feed-forward side by side; called with the slice of one layer."""
 
@@ -182,7 +128,7 @@ class SingleBlock(nnx.Module):
         self.axes = config.rope_axes
         # Shift, scale and gate; attention and feed-forward layer read the same normalized input and run in parallel.
         self.modulation = build.linear((embed, 3 * embed), ("embed", None), bias=True, residual=True)
-        self.projections = Projections(config, build)
+        self.projections = Projections(build, config.heads)
         self.up = build.linear((embed, mlp), ("embed", "mlp"), bias=True)
         self.output = build.linear((embed + mlp, embed), ("mlp", "embed"), bias=True)
 
@@ -195,18 +141,6 @@ class SingleBlock(nnx.Module):
         # One product with the stacked weights of both outputs, [embed + mlp, embed].
         both = jnp.concatenate([attended, jax.nn.gelu(wide, approximate=True)], axis=-1)
         return x + gate[:, None] * self.output(both)
-
-
-class Embedder(nnx.Module):
-    """out(silu(in(x))): a number's waves, or a text's features, as wide as the stream."""
-
-    def __init__(self, config: FluxConfig, features: int, key: jax.Array) -> None:
-        first, second = jax.random.split(key)
-        self.enter = _linear(config, (features, config.embed), (None, "embed"), first)
-        self.leave = _linear(config, (config.embed, config.embed), ("embed", None), second)
-
-    def __call__(self, x: Float[Array, "batch features"]) -> Float[Array, "batch embed"]:
-        return self.leave(jax.nn.silu(self.enter(x)))
 
 
 class Flux(nnx.Module):
@@ -224,16 +158,16 @@ class Flux(nnx.Module):
             Build(embed, layers, config.initializer_std, 0.0, Norm(epsilon=1e-6), config.param_dtype, part)
             for layers, part in zip((config.double_layers, config.single_layers), keys[:2], strict=True)
         )
-        self.image_in = _linear(config, (features, embed), (None, "embed"), keys[2])
-        self.text_in = _linear(config, (config.text_dim, embed), (None, "embed"), keys[3])
-        self.time = Embedder(config, _WAVES, keys[4])
-        self.guidance = None if config.guidance is None else Embedder(config, _WAVES, keys[5])
+        self.image_in = make_linear(config, (features, embed), (None, "embed"), keys[2])
+        self.text_in = make_linear(config, (config.text_dim, embed), (None, "embed"), keys[3])
+        self.time = Embedder(config, WAVES, keys[4])
+        self.guidance = None if config.guidance is None else Embedder(config, WAVES, keys[5])
         self.pooled = Embedder(config, config.pooled_dim, keys[6])
-        self.double_blocks = DoubleBlock(config, double)
+        self.double_blocks = JointBlock(Stream(double.child(), config.heads), Stream(double.child(), config.heads))
         self.single_blocks = SingleBlock(config, single)
         # Both start at 0, so sharing a key does not correlate any values.
-        self.last_modulation = _linear(config, (embed, 2 * embed), ("embed", None), keys[7], std=0.0)
-        self.last = _linear(config, (embed, features), ("embed", None), keys[7], std=0.0)
+        self.last_modulation = make_linear(config, (embed, 2 * embed), ("embed", None), keys[7], std=0.0)
+        self.last = make_linear(config, (embed, features), ("embed", None), keys[7], std=0.0)
 
     def __call__(self, images: Images, timesteps: Float[Array, " batch"], condition: Condition) -> Predicted:
         config, (batch, height, width, _) = self.config, images.shape
@@ -243,11 +177,16 @@ class Flux(nnx.Module):
         places = _places(batch, text.shape[1], height // config.patch, width // config.patch)
         options: dict[str, Any] = {"remat": config.remat, "unroll": config.unroll, "moves": True}
 
+        def run_double(block: Any, streams: Any, per_row: Any, _: None) -> tuple[Any, None]:
+            condition, places = per_row
+            return block(streams, condition, partial(rotated, places=places, axes=config.rope_axes)), None
+
         def run(block: Any, carry: Any, per_row: Any, _: None) -> tuple[Any, None]:
             return block(carry, *per_row), None
 
         per_row = (embedded, places)
-        (text, image), _ = scan_layers(run, [self.double_blocks], (text, image), [None], per_row=per_row, **options)
+        double = [self.double_blocks]
+        (text, image), _ = scan_layers(run_double, double, (text, image), [None], per_row=per_row, **options)
         # [batch, text + image, embed]
         joined = jnp.concatenate([text, image], axis=1)
         joined, _ = scan_layers(run, [self.single_blocks], joined, [None], per_row=per_row, **options)
@@ -267,12 +206,12 @@ class Flux(nnx.Module):
     def _embedded(self, timesteps: Float[Array, " batch"], condition: Condition) -> Float[Array, "batch embed"]:
         dtype = self.config.dtype
         # diffusers' `downscale_freq_shift` is 0 in Flux and 1 in DiT.
-        embedded = self.time(waves(timesteps, _WAVES, last=0).astype(dtype))
+        embedded = self.time(waves(timesteps, WAVES, last=0).astype(dtype))
         embedded = embedded + self.pooled(condition["pooled"].astype(dtype))
         if self.guidance is None or self.config.guidance is None:
             return embedded
         guidance = condition.get("guidance", jnp.full_like(timesteps, self.config.guidance))
-        return embedded + self.guidance(waves(guidance * _GUIDANCE_SCALE, _WAVES, last=0).astype(dtype))
+        return embedded + self.guidance(waves(guidance * _GUIDANCE_SCALE, WAVES, last=0).astype(dtype))
 
 
 def rotated(x: Heads, places: Int[Array, "batch seq axes"], axes: tuple[int, ...]) -> Heads:
@@ -294,18 +233,6 @@ def _places(batch: int, text_tokens: int, rows: int, columns: int) -> Int[Array,
     return jnp.broadcast_to(both, (batch, *both.shape))
 
 
-def _linear(
-    config: FluxConfig,
-    shape: tuple[int, int],
-    axes: tuple[str | None, ...],
-    key: jax.Array,
-    *,
-    std: float | None = None,
-) -> Linear:
-    std = config.initializer_std if std is None else std
-    return Linear(shape, axes, use_bias=True, std=std, param_dtype=config.param_dtype, key=key)
-
-
 class FluxFamily:
     """The `ModelFamily` of Flux."""
 
@@ -318,30 +245,8 @@ class FluxFamily:
 
 FAMILY = FluxFamily()
 
-_OF_IMAGE = {
-    "modulation": "norm1.linear",
-    "projections/query": "attn.to_q",
-    "projections/key": "attn.to_k",
-    "projections/value": "attn.to_v",
-    "projections/query_norm": "attn.norm_q.weight",
-    "projections/key_norm": "attn.norm_k.weight",
-    "output": "attn.to_out.0",
-    "up": "ff.net.0.proj",
-    "down": "ff.net.2",
-}
-_OF_TEXT = {
-    "modulation": "norm1_context.linear",
-    "projections/query": "attn.add_q_proj",
-    "projections/key": "attn.add_k_proj",
-    "projections/value": "attn.add_v_proj",
-    "projections/query_norm": "attn.norm_added_q.weight",
-    "projections/key_norm": "attn.norm_added_k.weight",
-    "output": "attn.to_add_out",
-    "up": "ff_context.net.0.proj",
-    "down": "ff_context.net.2",
-}
-_OF_BOTH = {**_OF_IMAGE, "modulation": "norm.linear", "up": "proj_mlp", "output": "proj_out"}
-_DOUBLE, _SINGLE, _EMBED = "transformer_blocks.{layer}.", "single_transformer_blocks.{layer}.", "time_text_embed."
+_OF_BOTH = {**IMAGE_NAMES, "modulation": "norm.linear", "up": "proj_mlp", "output": "proj_out"}
+_DOUBLE, _SINGLE = "transformer_blocks.{layer}.", "single_transformer_blocks.{layer}."
 
 
 def _read_channels(reader: Reader) -> dict[str, Any]:
@@ -374,17 +279,9 @@ COMPONENT = Component(
     names={
         "image_in": "x_embedder",
         "text_in": "context_embedder",
-        **{
-            f"{ours}/{end}": f"{_EMBED}{theirs}.linear_{number}"
-            for ours, theirs in (
-                ("time", "timestep_embedder"),
-                ("guidance", "guidance_embedder"),
-                ("pooled", "text_embedder"),
-            )
-            for number, end in enumerate(("enter", "leave"), 1)
-        },
-        **{f"double_blocks/text/{ours}": _DOUBLE + theirs for ours, theirs in _OF_TEXT.items()},
-        **{f"double_blocks/image/{ours}": _DOUBLE + theirs for ours, theirs in _OF_IMAGE.items()},
+        **embedder_names({"time": "timestep_embedder", "guidance": "guidance_embedder", "pooled": "text_embedder"}),
+        **{f"double_blocks/text/{ours}": _DOUBLE + theirs for ours, theirs in TEXT_NAMES.items()},
+        **{f"double_blocks/image/{ours}": _DOUBLE + theirs for ours, theirs in IMAGE_NAMES.items()},
         **{f"single_blocks/{ours}": _SINGLE + theirs for ours, theirs in _OF_BOTH.items()},
         "last_modulation": "norm_out.linear",
         "last": "proj_out",

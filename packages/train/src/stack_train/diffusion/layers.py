@@ -18,6 +18,7 @@ __all__ = [
     "Heads",
     "Tokens",
     "grid_positions",
+    "line_positions",
     "modulated",
     "patches_of",
     "self_attention",
@@ -60,15 +61,16 @@ def waves(timesteps: Float[Array, " batch"], features: int, *, last: int = 1) ->
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
+def line_positions(places: Float[np.ndarray, " places"], features: int) -> Float[np.ndarray, "places features"]:
+    """Computes sines, then cosines, of p / 10000^(i / (features / 2)) for each place p."""
+    angles = places[:, None] / 10_000 ** (np.arange(features // 2) / (features / 2))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
 def grid_positions(rows: int, columns: int, embed: int) -> Float[np.ndarray, "seq embed"]:
-    """Sines and cosines of the column, then of the row, of each place of a grid; as in DiT."""
-
-    def of(places: np.ndarray) -> np.ndarray:
-        angles = places.reshape(-1, 1) / 10_000 ** (np.arange(embed // 4) / (embed / 4))
-        return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-
-    across, down = np.meshgrid(np.arange(columns), np.arange(rows))
-    return np.concatenate([of(across), of(down)], axis=1).astype(np.float32)
+    """Computes sines and cosines of the column, then of the row, of each place of a grid; as in DiT."""
+    across, down = (line_positions(np.arange(float(count)), embed // 2) for count in (columns, rows))
+    return np.concatenate([np.tile(across, (rows, 1)), down.repeat(columns, axis=0)], axis=1)
 
 
 def modulated(

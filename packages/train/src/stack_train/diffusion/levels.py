@@ -50,7 +50,10 @@ class Levels:
 
 def flow_levels(schedule: FlowConfig, sampler: Any) -> Levels:
     """Returns the levels of a flow for a `SamplerConfig`."""
-    sigmas = schedule.shifted(np.linspace(1.0, 1.0 / sampler.steps, sampler.steps))
+    last = 1.0 / sampler.steps
+    if sampler.spacing == "linspace":
+        last = schedule.lowest_time or schedule.shifted(1.0 / TIMESTEPS)
+    sigmas = schedule.shifted(np.linspace(1.0, last, sampler.steps))
     if sampler.terminal is not None:
         sigmas = 1.0 - (1.0 - sigmas) * (1.0 - sampler.terminal) / (1.0 - sigmas[-1])
     if sampler.sigmas is not None:

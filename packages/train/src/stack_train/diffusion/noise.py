@@ -72,11 +72,13 @@ class FlowConfig:
 
     Attributes:
       shift: values above 1 move the steps of samplers towards pure noise. Larger images need more noise to be hidden.
+      lowest_time: last time of samplers with linspace spacing, before the shift; None is the sigma of 1 / 1000.
 
     Source: Liu et al., Rectified Flow, 2022 (arXiv:2209.03003); the shift: Esser et al., 2024 (arXiv:2403.03206).
     """
 
     shift: PositiveFloat = 1.0
+    lowest_time: PositiveFloat | None = None
 
     def shifted(self, times: Any) -> Any:
         """sigma of times in [0, 1], an array of NumPy or JAX."""

@@ -129,7 +129,10 @@ class FlowMatchingConfig(DenoisingConfig):
         return "flow"
 
     def schedule(self, tokens: int) -> FlowConfig:
-        return FlowConfig(shift=self.shift.at(tokens) if isinstance(self.shift, DynamicShift) else self.shift)
+        if isinstance(self.shift, DynamicShift):
+            return FlowConfig(shift=self.shift.at(tokens), lowest_time=1.0 / TIMESTEPS)
+        # diffusers takes the lowest time from levels that are shifted once, and shifts them again.
+        return FlowConfig(shift=self.shift)
 
     def noisy(
         self, images: Images, noise: Images, *, tokens: int, key: jax.Array

@@ -3,29 +3,26 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from stack_core.abi.errors import ConversionError
 from stack_core.runtime.atomic_directory import atomic_directory
-from stack_train.diffusion import autoencoder_kl, clip, flux, t5, unet
+from stack_train.diffusion import autoencoder_kl, flux, sd3, t5, unet
 from stack_train.diffusion.autoencoder_kl import AutoencoderKl
-from stack_train.diffusion.components import Component, load_component, save_component
-from stack_train.diffusion.denoiser import Condition
+from stack_train.diffusion.components import load_component, save_component
+from stack_train.diffusion.pipeline_classes import PIPELINES, VAE, PipelineClass, tokenizer_folder
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders, load_prompt_tokenizer
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.scheduler import Objective, Scheduler, read_scheduler, scheduler_class, write_scheduler
 
 __all__ = [
     "INDEX",
-    "PIPELINES",
     "Encoders",
     "Pipeline",
-    "PipelineClass",
     "encoder_files",
     "open_encoders",
     "open_pipeline",
@@ -36,101 +33,9 @@ __all__ = [
 INDEX = "model_index.json"
 """The file that makes a folder a diffusers directory."""
 
-_T5_TOKENS = 512
-_TOKENIZER_CONFIG, _MOST_TOKENS = "tokenizer_config.json", "model_max_length"
-_CLIP_TOKENIZER, _T5_TOKENIZER = "CLIPTokenizer", "T5TokenizerFast"
-_VAE = "vae"
-_UNREAD = (None, None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineClass:
-    """A class of pipelines in diffusers.
-
-    Attributes:
-      name: the class, the `_class_name` of its index.
-      tasks: classes with the same parts for other tasks.
-      denoiser: component of the denoiser.
-      folder: folder of the denoiser.
-      text: component and tokenizer class of each text encoder, by folder; the tokenizers' folders are named alike.
-      condition: builds the condition from the encoders' outputs.
-      sampler: default sampler of models that were not read with a scheduler.
-      flows: True for denoisers trained by flow matching.
-      guidance: default guidance of diffusers.
-      index: additional entries of its index.
-    """
-
-    name: str
-    tasks: tuple[str, ...] = ()
-    denoiser: Component
-    folder: str
-    text: Mapping[str, tuple[Component, str]]
-    condition: Callable[[Sequence[Any]], Condition]
-    sampler: SamplerConfig
-    flows: bool = False
-    guidance: float = 1.0
-    index: Mapping[str, Any] = field(default_factory=dict)
-
-    def encoder_folders(self) -> tuple[str, ...]:
-        return (*self.text, *map(tokenizer_folder, self.text), _VAE)
-
-
-def tokenizer_folder(encoder: str) -> str:
-    """Returns the folder of a text encoder's tokenizer."""
-    return encoder.replace("text_encoder", "tokenizer")
-
-
-def _flux_condition(outputs: Sequence[Any]) -> Condition:
-    return {"text": outputs[1], "pooled": outputs[0].pooled}
-
-
-def _sd_condition(outputs: Sequence[Any]) -> Condition:
-    return {"text": outputs[0].hidden}
-
-
-def _xl_condition(outputs: Sequence[Any]) -> Condition:
-    text = jnp.concatenate([each.penultimate for each in outputs], axis=-1)
-    return {"text": text, "pooled": outputs[1].pooled}
-
-
-_CLIP = (clip.COMPONENT, _CLIP_TOKENIZER)
-# `steps_offset` and the last level match the schedulers of the published directories.
-_LEADING: Mapping[str, Any] = {"spacing": "leading", "steps_offset": 1}
-
-PIPELINES = (
-    PipelineClass(
-        name="FluxPipeline",
-        tasks=("FluxImg2ImgPipeline", "FluxInpaintPipeline"),
-        denoiser=flux.COMPONENT,
-        folder="transformer",
-        text={"text_encoder": _CLIP, "text_encoder_2": (t5.COMPONENT, _T5_TOKENIZER)},
-        condition=_flux_condition,
-        sampler=SamplerConfig(),
-        flows=True,
-    ),
-    PipelineClass(
-        name="StableDiffusionPipeline",
-        tasks=("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),
-        denoiser=unet.COMPONENT,
-        folder="unet",
-        text={"text_encoder": _CLIP},
-        condition=_sd_condition,
-        sampler=SamplerConfig(name="plms", final="min", **_LEADING),
-        guidance=7.5,
-        index={"safety_checker": _UNREAD, "feature_extractor": _UNREAD, "requires_safety_checker": False},
-    ),
-    PipelineClass(
-        name="StableDiffusionXLPipeline",
-        tasks=("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"),
-        denoiser=unet.COMPONENT,
-        folder="unet",
-        text={"text_encoder": _CLIP, "text_encoder_2": (clip.PROJECTED, _CLIP_TOKENIZER)},
-        condition=_xl_condition,
-        sampler=SamplerConfig(name="euler", **_LEADING),
-        guidance=5.0,
-    ),
-)
+_T5_DIM = 4096
 _CLASSES = {name: each for each in PIPELINES for name in (each.name, *each.tasks)}
+_TOKENIZER_CONFIG, _MOST_TOKENS = "tokenizer_config.json", "model_max_length"
 _ZERO_UNCONDITIONAL = "force_zeros_for_empty_prompt"
 
 
@@ -168,7 +73,7 @@ class Encoders:
         channels = {"channels": self.autoencoder.config.latent_channels}
         wrong = [
             f"{name} is {getattr(model, name)}, and {part} gives {size}"
-            for part, sizes in ((_VAE, channels), (" + ".join(self.text.encoders), self.text.sizes()))
+            for part, sizes in ((VAE, channels), (" + ".join(self.text.encoders), self.text.sizes()))
             for name, size in sizes.items()
             if getattr(model, name) != size
         ]
@@ -190,11 +95,13 @@ class Pipeline:
     sampler: SamplerConfig
 
 
-def open_encoders(directory: Path, *, text_tokens: int | None = None) -> Encoders:
+def open_encoders(directory: Path, *, text_tokens: int | None = None, text_dim: int | None = None) -> Encoders:
     """Reads the autoencoder, the text encoders and their tokenizers of a diffusers directory.
 
     Args:
-      text_tokens: number of tokens for T5, by default 512; CLIP has a fixed number.
+      text_tokens: number of tokens of a text. By default T5 has 512, or 256 in Stable Diffusion 3, and at most its
+        tokenizer's `model_max_length`. CLIP has a fixed number; in Stable Diffusion 3 its tokens precede those of T5.
+      text_dim: width of the zeros in place of an absent T5, by default the width of T5 XXL.
 
     Raises:
       ConversionError: the directory has another format, or a component, named in the error, is missing or unsupported.
@@ -206,15 +113,36 @@ def open_encoders(directory: Path, *, text_tokens: int | None = None) -> Encoder
             f"{directory} lacks {', '.join(missing)}. A {pipeline.name} needs {', '.join(parts)}; download the whole "
             "directory."
         )
-    _, autoencoder = load_component(autoencoder_kl.COMPONENT, directory / _VAE)
-    encoders = {}
+    _, autoencoder = load_component(autoencoder_kl.COMPONENT, directory / VAE)
+    encoders: dict[str, TextEncoder] = {}
     for folder, (component, _) in pipeline.text.items():
         config, model = load_component(component, directory / folder)
-        tokens = text_tokens or _T5_TOKENS if component is t5.COMPONENT else config.max_positions
-        tokenizer = load_prompt_tokenizer(directory / tokenizer_folder(folder), folder, tokens)
+        part = directory / tokenizer_folder(folder)
+        if component is t5.COMPONENT:
+            tokens = _count_t5_tokens(pipeline, encoders, text_tokens, part)
+        else:
+            tokens = config.max_positions
+        tokenizer = load_prompt_tokenizer(part, folder, tokens)
         _check_vocabulary(tokenizer, config.vocab_size)
         encoders[folder] = TextEncoder(model, tokenizer)
-    return Encoders(directory, autoencoder, TextEncoders(encoders, pipeline.condition), pipeline)
+    condition = pipeline.condition
+    if pipeline.lacks_encoder:
+        condition = partial(condition, zeros=(pipeline.t5_tokens, text_dim or _T5_DIM))
+    return Encoders(directory, autoencoder, TextEncoders(encoders, condition), pipeline)
+
+
+def _count_t5_tokens(
+    pipeline: PipelineClass, encoders: Mapping[str, TextEncoder], text_tokens: int | None, tokenizer: Path
+) -> int:
+    """Returns the number of tokens of T5 in texts of `text_tokens` after the tokens of `encoders`."""
+    if text_tokens is None:
+        return min(pipeline.t5_tokens, _max_tokens(tokenizer))
+    before = encoders["text_encoder"].tokenizer.tokens if pipeline.joins_tokens else 0
+    if text_tokens <= before:
+        raise ConversionError(
+            f"text_tokens={text_tokens} leave none for T5, whose tokens follow the {before} of CLIP. Take more."
+        )
+    return text_tokens - before
 
 
 def _check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int) -> None:
@@ -229,8 +157,7 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     """Reads a diffusers directory whose class is in `PIPELINES`.
 
     Args:
-      text_tokens: number of tokens for T5; by default 512, or 256 for a Flux without guidance, and at most its
-        tokenizer's `model_max_length`.
+      text_tokens: see `open_encoders`; by default, a Flux without guidance has 256.
 
     Raises:
       ConversionError: a component is missing, unsupported, or does not fit the rest.
@@ -241,12 +168,13 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     config, model = load_component(pipeline.denoiser, directory / pipeline.folder)
     if pipeline.denoiser is flux.COMPONENT:
         # Defaults of diffusers' pipelines for FLUX.1 dev and schnell.
-        most = _T5_TOKENS if config.guidance is not None else _T5_TOKENS // 2
+        most = pipeline.t5_tokens if config.guidance is not None else pipeline.t5_tokens // 2
         text_tokens = text_tokens or min(most, _max_tokens(directory / tokenizer_folder("text_encoder_2")))
-    encoders = open_encoders(directory, text_tokens=text_tokens)
-    tokens = encoders.text.sizes()["text_tokens"]
-    config = replace(config, image_size=encoders.image_size, text_tokens=tokens)
-    if hasattr(config, "zero_unconditional"):
+    encoders = open_encoders(directory, text_tokens=text_tokens, text_dim=config.text_dim)
+    config = replace(config, text_tokens=encoders.text.sizes()["text_tokens"])
+    if pipeline.denoiser is not sd3.COMPONENT:  # its default size is in the file of the denoiser, as in diffusers
+        config = replace(config, image_size=encoders.image_size)
+    if pipeline.denoiser is unet.COMPONENT:
         # diffusers defaults to True. Only Stable Diffusion XL has this setting.
         zero = index.get(_ZERO_UNCONDITIONAL, True) if config.pooled_dim else False
         config = replace(config, zero_unconditional=zero)
@@ -256,6 +184,8 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     model.eval()
     scheduler = read_scheduler(directory / "scheduler")
     sampler = replace(scheduler.sampler, guidance=pipeline.guidance)
+    if pipeline.flows:  # the spacing is a property of diffusers' pipeline
+        sampler = replace(sampler, spacing=pipeline.sampler.spacing)
     return Pipeline(config, model, encoders, scheduler.objective, sampler)
 
 
@@ -293,7 +223,11 @@ def _read_index(directory: Path) -> tuple[PipelineClass, Mapping[str, Any]]:
         ) from error
     if name not in _CLASSES:
         raise ConversionError(f"{directory} is a {name}; text-to-image models of {', '.join(_CLASSES)} are read.")
-    return _CLASSES[name], index
+    pipeline = _CLASSES[name]
+    for encoder in pipeline.optional:
+        if encoder in index and index[encoder] in (None, [None, None]):
+            pipeline = pipeline.without(encoder)
+    return pipeline, index
 
 
 def encoder_files(directory: Path) -> Iterator[tuple[str, Path]]:
@@ -326,7 +260,7 @@ def save_pipeline(directory: Path, pipeline: Pipeline) -> None:
     kind = encoders.pipeline
     entries: dict[str, Any] = {"scheduler": ("diffusers", scheduler_class(scheduler))}
     entries[kind.folder] = ("diffusers", kind.denoiser.class_name)
-    if getattr(config, "pooled_dim", 0) and hasattr(config, "zero_unconditional"):
+    if kind.denoiser is unet.COMPONENT and config.pooled_dim:
         entries[_ZERO_UNCONDITIONAL] = config.zero_unconditional
     with atomic_directory(directory) as partial:
         _write_encoders(partial, encoders)
@@ -337,7 +271,7 @@ def save_pipeline(directory: Path, pipeline: Pipeline) -> None:
 
 def _write_encoders(directory: Path, encoders: Encoders) -> None:
     autoencoder = encoders.autoencoder
-    save_component(autoencoder_kl.COMPONENT, directory / _VAE, autoencoder.config, autoencoder)
+    save_component(autoencoder_kl.COMPONENT, directory / VAE, autoencoder.config, autoencoder)
     for folder, (component, _) in encoders.pipeline.text.items():
         encoder, part = encoders.text.encoders[folder], tokenizer_folder(folder)
         save_component(component, directory / folder, encoder.model.config, encoder.model)
@@ -350,7 +284,7 @@ def _write_encoders(directory: Path, encoders: Encoders) -> None:
 
 
 def _write_index(directory: Path, pipeline: PipelineClass, entries: Mapping[str, Any]) -> None:
-    parts: dict[str, Any] = {_VAE: ("diffusers", autoencoder_kl.COMPONENT.class_name)}
+    parts: dict[str, Any] = {VAE: ("diffusers", autoencoder_kl.COMPONENT.class_name)}
     for folder, (component, tokenizer) in pipeline.text.items():
         parts[folder] = ("transformers", component.class_name)
         parts[tokenizer_folder(folder)] = ("transformers", tokenizer)

@@ -153,7 +153,7 @@ class TextEncoders:
         graphs, states = zip(*(nnx.split(each.model) for each in self.encoders.values()), strict=True)
 
         @jax.jit
-        def encode(states: Sequence[Any], ids: Sequence[Int32[Array, "prompts tokens"]]) -> Condition:
+        def encode(states: Sequence[Any], ids: Sequence[Int32[Array, "prompts _"]]) -> Condition:
             merged = [nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True)]
             return self.condition([model(each) for model, each in zip(merged, ids, strict=True)])
 

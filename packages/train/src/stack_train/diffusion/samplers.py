@@ -62,8 +62,8 @@ class SamplerConfig:
         steps, and with "_sde" adds noise.
       steps: number of steps from noise to image.
       spacing: spacing of the steps of a discrete schedule: integer strides from its first step ("leading", the default
-        and only spacing of plms) or its last step ("trailing"), or equal distances ("linspace", the default). Rejected
-        for flows.
+        and only spacing of plms) or its last step ("trailing"), or equal distances ("linspace", the default). The times
+        of a flow are 1, ..., 1 / steps, or, with "linspace", end at the lowest time of 1000, as in Stable Diffusion 3.
       steps_offset: added to the timesteps of leading spacing.
       sigmas: spacing of the noise levels instead of the timesteps, between the same first and last level: "karras",
         "exponential", "beta", or, with dpmpp samplers, "lu".
@@ -179,10 +179,10 @@ def levels_of(schedule: Schedule, sampler: SamplerConfig) -> Levels:
       ConfigError: the schedule has fewer steps, or does not support a setting.
     """
     if isinstance(schedule, FlowConfig):
-        if sampler.spacing is not None:
+        if sampler.spacing not in (None, "linspace"):
             raise ConfigError(
                 f"spacing={sampler.spacing!r} chooses among the whole timesteps of a schedule of betas; this model was "
-                "trained by flow matching, whose steps are equal in time. Leave it out."
+                "trained by flow matching, whose steps are equal in time. Leave it out, or take linspace."
             )
         if sampler.name == "plms" or sampler.final == "min":
             raise ConfigError(

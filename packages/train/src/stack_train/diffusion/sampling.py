@@ -16,7 +16,7 @@ from stack_core.abi.errors import ConfigError, ConversionError, GenerationError
 from stack_core.abi.local_paths import hub_advice, local_path
 from stack_train.data.image_batches import as_pixels
 from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity, drops_to_empty_prompt
-from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, image_tokens
+from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, LimitsSize, image_tokens
 from stack_train.diffusion.lora import merge_lora
 from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
@@ -99,7 +99,10 @@ class ImageSampler:
                 f"The size is {width}x{height}; images of this model have sides of a multiple of {factor} pixels. "
                 f"Take {' or '.join(nearest)}."
             )
-        return replace(self, size=(height // downsampling, width // downsampling))
+        sides = (height // downsampling, width // downsampling)
+        if isinstance(self.config, LimitsSize):
+            self.config.check_size(*sides)
+        return replace(self, size=sides)
 
     def images(
         self, labels: Sequence[int], sampler: SamplerConfig, *, seed: int = 0
@@ -160,7 +163,7 @@ class ImageSampler:
         if self.encoders is None:
             raise GenerationError(
                 f"A {type(self.model).__name__} takes no prompts; give --label, or a model that is conditioned on "
-                "texts, such as flux or unet.",
+                "texts, such as flux, sd3 or unet.",
                 parameter="prompt",
             )
         condition = self.condition(prompts, sampler, negative=negative, embedded_guidance=embedded_guidance)
@@ -347,7 +350,9 @@ def open_run(directory: Path) -> ImageSampler:
     encoders = None
     if isinstance(config.data, CaptionedData):
         identity = EncoderIdentity.read(directory)
-        encoders = open_encoders(Path(identity.directory), text_tokens=identity.text_tokens)
+        encoders = open_encoders(
+            Path(identity.directory), text_tokens=identity.text_tokens, text_dim=config.model.text_dim
+        )
         # The directory may have changed since the training.
         identity.check(encoders)
         encoders.check(config.model)

@@ -19,7 +19,7 @@ from stack_train.checkpoint.leaves import LeafSpec
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.exchange import component_of
 from stack_train.diffusion.lora import KOHYA_FILE, LORA_FILE, write_lora
-from stack_train.diffusion.pipeline import PIPELINES
+from stack_train.diffusion.pipeline_classes import PIPELINES
 from stack_train.peft.reading import read_base_copies, read_base_digests, read_peft
 from stack_train.peft.settings import CONFIG, read_settings
 from stack_train.peft.writing import write_peft

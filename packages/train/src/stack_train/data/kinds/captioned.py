@@ -61,8 +61,8 @@ class CaptionedData(ImageSettings):
     memory-mapped from the user's cache.
 
     A batch contains "images", the scaled means of the latents; "text", the text condition; "weights"; and, depending on
-    the denoiser, "pooled"; "sizes", the original size, crop and target size of uncropped images; and "negative_text",
-    the empty caption, which replaces captions that the objective drops.
+    the denoiser, "pooled"; "sizes", the original size, crop and target size of uncropped images; and "negative_text"
+    and "negative_pooled", the empty caption, which replaces captions that the objective drops.
 
     Attributes:
       source: glob of image files; `**` matches any number of folders.
@@ -92,14 +92,14 @@ class CaptionedData(ImageSettings):
         if getattr(model, "size_features", 0):
             shapes["sizes"] = jax.ShapeDtypeStruct((rows, 6), np.float32)
         if drops_to_empty_prompt(model):
-            shapes["negative_text"] = text
+            shapes |= {f"negative_{name}": shapes[name] for name in ("text", "pooled") if name in shapes}
         return shapes
 
     def check(self, model: Any) -> None:
         if not isinstance(model, TextConditioned):
             raise ConfigError(
                 f"Data of kind captioned is for denoisers with text conditions, not for family {model.name!r}; use "
-                "flux or unet. An autoencoder trains on kind images."
+                "flux, sd3 or unet. An autoencoder trains on kind images."
             )
 
     def build(self, *, seed: int, model: Any) -> "CaptionedBatches":
@@ -111,7 +111,7 @@ class CaptionedData(ImageSettings):
           ConversionError: `pipeline` lacks an encoder, or an encoder does not fit the model.
         """
         directory = Path(self.pipeline.removeprefix("hf:")).expanduser()
-        encoders = open_encoders(directory, text_tokens=model.text_tokens)
+        encoders = open_encoders(directory, text_tokens=model.text_tokens, text_dim=model.text_dim)
         encoders.check(model)
         images = read_images(
             expand_glob(self.source, self.name),
@@ -125,7 +125,8 @@ class CaptionedData(ImageSettings):
         encoded = _encoded(encoders, identity, images.pixels, captions, self.encoded_at_once)
         if drops_to_empty_prompt(model):
             empty = _encoded_texts(encoders, identity, [""], self.encoded_at_once)
-            encoded = replace(encoded, empty_text=empty.text[0])
+            pooled = None if empty.pooled is None else empty.pooled[0]
+            encoded = replace(encoded, empty_text=empty.text[0], empty_pooled=pooled)
         if getattr(model, "size_features", 0):
             side = float(images.pixels.shape[1])
             encoded = replace(encoded, sizes=np.array([side, side, 0.0, 0.0, side, side], np.float32))
@@ -140,7 +141,7 @@ class EncoderIdentity:
 
     Attributes:
       directory: absolute path of the diffusers directory.
-      text_tokens: number of tokens per prompt of the T5 encoder.
+      text_tokens: number of tokens per prompt; see `open_encoders`.
       channels: number of channels of the latents.
       scaling_factor, shift_factor: scale and shift of the latents, from the autoencoder's config.
       digest: digest of the names, sizes and modification times of the encoders' files.
@@ -156,7 +157,11 @@ class EncoderIdentity:
     @classmethod
     def of(cls, encoders: Encoders, text_tokens: int) -> "EncoderIdentity":
         config, directory = encoders.autoencoder.config, encoders.directory.absolute()
-        digest = stat_digest(encoder_files(directory), [str(_FORMAT), str(text_tokens)])
+        # Encoders without T5 fill its place by zeros of the denoiser's width.
+        sizes = [text_tokens]
+        if encoders.pipeline.lacks_encoder:
+            sizes.append(encoders.text.sizes()["text_dim"])
+        digest = stat_digest(encoder_files(directory), [str(_FORMAT), *map(str, sizes)])
         scaling = config.scaling_factor, config.shift_factor
         return cls(str(directory), text_tokens, config.latent_channels, *scaling, digest)
 
@@ -206,6 +211,7 @@ class _Encoded:
       pooled: pooled embeddings of the distinct captions.
       caption_of: row of `text` and `pooled` for each image; images with equal captions share a row.
       empty_text: embeddings of the empty caption's tokens.
+      empty_pooled: pooled embedding of the empty caption.
       sizes: original size, crop and target size of all images.
     """
 
@@ -214,6 +220,7 @@ class _Encoded:
     pooled: Float[np.ndarray, "captions pooled_dim"] | None
     caption_of: Int64[np.ndarray, " images"]
     empty_text: Float[np.ndarray, "tokens text_dim"] | None = None
+    empty_pooled: Float[np.ndarray, " pooled_dim"] | None = None
     sizes: Float[np.ndarray, " 6"] | None = None
 
 
@@ -249,8 +256,9 @@ class _Rows:
             found["pooled"] = encoded.pooled[captions].astype(self.dtype)
         if encoded.sizes is not None:
             found["sizes"] = np.broadcast_to(encoded.sizes, (rows, 6))
-        if encoded.empty_text is not None:
-            found["negative_text"] = np.broadcast_to(encoded.empty_text, found["text"].shape).astype(self.dtype)
+        for name, empty in (("text", encoded.empty_text), ("pooled", encoded.empty_pooled)):
+            if empty is not None:
+                found[f"negative_{name}"] = np.broadcast_to(empty, found[name].shape).astype(self.dtype)
         return found
 
 

@@ -1,0 +1,165 @@
+"""Classes of text-to-image pipelines in diffusers: their parts, and the condition of their denoiser."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from stack_core.abi.errors import ConversionError
+from stack_train.diffusion import clip, flux, sd3, t5, unet
+from stack_train.diffusion.components import Component
+from stack_train.diffusion.denoiser import Condition
+from stack_train.diffusion.samplers import SamplerConfig
+
+__all__ = ["PIPELINES", "VAE", "PipelineClass", "tokenizer_folder"]
+
+VAE = "vae"
+"""Folder of the autoencoder."""
+
+_CLIP_TOKENIZER, _T5_TOKENIZER = "CLIPTokenizer", "T5TokenizerFast"
+_UNREAD = (None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineClass:
+    """A class of pipelines in diffusers.
+
+    Attributes:
+      name: the class, the `_class_name` of its index.
+      tasks: classes with the same parts for other tasks.
+      denoiser: component of the denoiser.
+      folder: folder of the denoiser.
+      text: component and tokenizer class of each text encoder, by folder; the tokenizers' folders are named alike.
+      optional: text encoders that a directory may lack, which are null in its index.
+      condition: builds the condition from the encoders' outputs; see `_sd3_condition` for optional ones.
+      t5_tokens: default number of tokens of T5.
+      joins_tokens: True if the tokens of CLIP and T5 are one text, in this order.
+      sampler: default sampler of models that were not read with a scheduler.
+      flows: True for denoisers trained by flow matching.
+      guidance: default guidance of diffusers.
+      index: additional entries of its index.
+    """
+
+    name: str
+    tasks: tuple[str, ...] = ()
+    denoiser: Component
+    folder: str
+    text: Mapping[str, tuple[Component, str]]
+    optional: tuple[str, ...] = ()
+    condition: Callable[..., Condition]
+    t5_tokens: int = 512
+    joins_tokens: bool = False
+    sampler: SamplerConfig
+    flows: bool = False
+    guidance: float = 1.0
+    index: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lacks_encoder(self) -> bool:
+        """True if the directory lacks an optional text encoder."""
+        return not set(self.optional) <= self.text.keys()
+
+    def without(self, encoder: str) -> "PipelineClass":
+        """Returns the class of a directory without an optional text encoder."""
+        text = {folder: part for folder, part in self.text.items() if folder != encoder}
+        index = {encoder: _UNREAD, tokenizer_folder(encoder): _UNREAD}
+        return replace(self, text=text, index={**self.index, **index})
+
+    def encoder_folders(self) -> tuple[str, ...]:
+        return (*self.text, *map(tokenizer_folder, self.text), VAE)
+
+
+def tokenizer_folder(encoder: str) -> str:
+    """Returns the folder of a text encoder's tokenizer."""
+    return encoder.replace("text_encoder", "tokenizer")
+
+
+def _flux_condition(outputs: Sequence[Any]) -> Condition:
+    return {"text": outputs[1], "pooled": outputs[0].pooled}
+
+
+def _sd_condition(outputs: Sequence[Any]) -> Condition:
+    return {"text": outputs[0].hidden}
+
+
+def _xl_condition(outputs: Sequence[Any]) -> Condition:
+    text = jnp.concatenate([each.penultimate for each in outputs], axis=-1)
+    return {"text": text, "pooled": outputs[1].pooled}
+
+
+def _sd3_condition(outputs: Sequence[Any], *, zeros: tuple[int, int] | None = None) -> Condition:
+    """Joins the tokens of CLIP, padded to the width of T5, and the tokens of T5.
+
+    Args:
+      zeros: tokens and width of the zeros in place of an absent T5.
+    """
+    text = jnp.concatenate([each.penultimate for each in outputs[:2]], axis=-1)
+    pooled = jnp.concatenate([each.pooled for each in outputs[:2]], axis=-1)
+    others = outputs[2] if zeros is None else jnp.zeros((len(text), *zeros), text.dtype)
+    if (width := text.shape[-1]) > others.shape[-1]:
+        raise ConversionError(
+            f"Both CLIPs give {width} features, more than T5 or the denoiser's joint_attention_dim, "
+            f"{others.shape[-1]}. Take the encoders that the denoiser was trained with."
+        )
+    text = jnp.pad(text, ((0, 0), (0, 0), (0, others.shape[-1] - text.shape[-1])))
+    return {"text": jnp.concatenate([text, others], axis=1), "pooled": pooled}
+
+
+_CLIP = (clip.COMPONENT, _CLIP_TOKENIZER)
+_PROJECTED = (clip.PROJECTED, _CLIP_TOKENIZER)
+# `steps_offset` and the last level match the schedulers of the published directories.
+_LEADING: Mapping[str, Any] = {"spacing": "leading", "steps_offset": 1}
+
+PIPELINES = (
+    PipelineClass(
+        name="FluxPipeline",
+        tasks=("FluxImg2ImgPipeline", "FluxInpaintPipeline"),
+        denoiser=flux.COMPONENT,
+        folder="transformer",
+        text={"text_encoder": _CLIP, "text_encoder_2": (t5.COMPONENT, _T5_TOKENIZER)},
+        condition=_flux_condition,
+        sampler=SamplerConfig(),
+        flows=True,
+    ),
+    PipelineClass(
+        name="StableDiffusion3Pipeline",
+        tasks=("StableDiffusion3Img2ImgPipeline", "StableDiffusion3InpaintPipeline"),
+        denoiser=sd3.COMPONENT,
+        folder="transformer",
+        text={
+            "text_encoder": _PROJECTED,
+            "text_encoder_2": _PROJECTED,
+            "text_encoder_3": (t5.COMPONENT, _T5_TOKENIZER),
+        },
+        optional=("text_encoder_3",),
+        condition=_sd3_condition,
+        t5_tokens=256,
+        joins_tokens=True,
+        sampler=SamplerConfig(spacing="linspace"),
+        flows=True,
+        guidance=7.0,
+        index={"image_encoder": _UNREAD, "feature_extractor": _UNREAD},
+    ),
+    PipelineClass(
+        name="StableDiffusionPipeline",
+        tasks=("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),
+        denoiser=unet.COMPONENT,
+        folder="unet",
+        text={"text_encoder": _CLIP},
+        condition=_sd_condition,
+        sampler=SamplerConfig(name="plms", final="min", **_LEADING),
+        guidance=7.5,
+        index={"safety_checker": _UNREAD, "feature_extractor": _UNREAD, "requires_safety_checker": False},
+    ),
+    PipelineClass(
+        name="StableDiffusionXLPipeline",
+        tasks=("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"),
+        denoiser=unet.COMPONENT,
+        folder="unet",
+        text={"text_encoder": _CLIP, "text_encoder_2": _PROJECTED},
+        condition=_xl_condition,
+        sampler=SamplerConfig(name="euler", **_LEADING),
+        guidance=5.0,
+    ),
+)

@@ -15,15 +15,19 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from run.test_policy_batches import EchoData
 
 from stack_core.abi.config import apply_overrides, load_yaml, parse
 from stack_core.abi.errors import ConfigError, ShardingError
 from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig
 from stack_core.programs.flops import model_flops_per_step
 from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.data.kinds.text import language_model_shapes
 from stack_train.run import train as run
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program, model_flops
+from stack_train.run.run import build
+from stack_train.variables.weights import read_params
 
 CONFIG = {
     "model": {
@@ -41,7 +45,28 @@ CONFIG = {
     "checkpoint": {"every_steps": 1, "keep": 10},
 }
 OTHER_MESH = ("mesh.data=2", "mesh.fsdp=1", "mesh.tensor=4", "mesh.rules.norm_seq=[context, tensor]")
+REPLICAS = ("mesh.data=2", "mesh.fsdp=4", "mesh.dcn_data=2", "optimizer.outer={every_steps: 2, replicas: 2}")
 REFUSED = (
+    (
+        ["mesh.data=2", "mesh.fsdp=4", "optimizer.outer={every_steps: 2, replicas: 3}"],
+        ConfigError,
+        ["optimizer.outer.replicas is 3, and mesh.data is 2, which is not a multiple of it", "mesh.data=3"],
+    ),
+    (
+        ["mesh.data=2", "mesh.fsdp=4", "data.batch_size=12", "optimizer.outer={every_steps: 2, replicas: 2}"],
+        ShardingError,
+        ["'batch', has size 12", "mesh.replica=2", "mesh.replica is optimizer.outer.replicas, and mesh.data the"],
+    ),
+    (
+        ["mesh.data=2", "mesh.stage=2", "mesh.fsdp=2", "optimizer.outer={every_steps: 3, replicas: 2}"],
+        ConfigError,
+        ["optimizer.outer.replicas is 2, but mesh.stage is more than 1, which replicas"],
+    ),
+    (
+        ["mesh.data=2", "mesh.fsdp=4", "optimizer.outer={every_steps: 3, replicas: 2}"],
+        ConfigError,
+        ["run.steps is 4, and the last 1 updates would be in no outer step", "such as 6"],
+    ),
     (
         ["model.heads=3", "model.head_dim=16", "mesh.tensor=2", "mesh.fsdp=4"],
         ShardingError,
@@ -166,6 +191,38 @@ def a_run_resumes_on_its_mesh_bit_by_bit(root, texts):
     assert losses(cut) == losses(whole)
 
 
+def replicas_resume_within_an_interval_bit_by_bit(root, texts):
+    """From step 3 of intervals of two steps: the replicas differ, and the export has the parameters of step 2."""
+    whole, cut = (config_of(root / name, texts, *REPLICAS) for name in ("apart", "cut apart"))
+    summary = run.train(whole)
+    assert math.isfinite(summary.validation_loss)
+    shutil.copytree(whole.output, cut.output)
+    shutil.rmtree(Path(cut.output) / "checkpoints" / "00000004")
+    (_, second), (_, third) = state_of(whole, 2), state_of(whole, 3)
+    assert_bitwise(*({name: leaf for name, leaf in each.items() if "params/" in name} for each in (second, third)))
+    apart = [name for name in third if "replicas/" in name]
+    assert apart and all(np.array_equal(*second[name]) for name in apart)
+    assert not any(np.array_equal(*third[name]) for name in apart)
+    exported, step = read_params(Path(cut.output), cut.model)
+    assert step == 3
+    for name, leaf in named_leaves(exported).items():
+        np.testing.assert_array_equal(leaf, third[f"params/{name}"], err_msg=name)
+    run.train(cut, resume=True)
+    assert_bitwise(state_of(whole, 4)[1], state_of(cut, 4)[1])
+    assert losses(cut) == losses(whole)
+
+
+def replicas_refuse_batches_of_the_policy(root, texts):
+    class Rows(EchoData):
+        def spec(self, model):
+            return language_model_shapes(8, 8)
+
+    config = dataclasses.replace(config_of(root / "refused", texts, *REPLICAS), data=Rows())
+    with pytest.raises(ConfigError, match=r"replicas is 2, and data\.name 'echoes' makes its batches with the policy"):
+        build(config)
+    assert not (root / "refused").exists()
+
+
 def the_resolved_config_has_every_rule(root, texts):
     rules = load_yaml(root / "whole" / "config.yaml")["mesh"]["rules"]
     assert rules.keys() == dict(DEFAULT_RULES.table).keys()
@@ -208,6 +265,8 @@ if __name__ == "__main__":
     a_run_resumes_on_another_mesh(root, texts)
     if "all" in sys.argv:
         a_run_resumes_on_its_mesh_bit_by_bit(root, texts)
+    replicas_resume_within_an_interval_bit_by_bit(root, texts)
+    replicas_refuse_batches_of_the_policy(root, texts)
     the_resolved_config_has_every_rule(root, texts)
     a_run_starts_from_the_weights_of_another_mesh(root, texts)
     what_the_mesh_does_not_divide_is_refused_before_anything_is_written(root, texts)

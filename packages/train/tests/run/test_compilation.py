@@ -14,6 +14,7 @@ from stack_core.abi.errors import ConfigError, HardwareError, ShardingError
 from stack_core.chips import Chip, Target
 from stack_core.cli import main
 from stack_core.programs.flops import model_flops_per_step
+from stack_train.commands import compile as compile_command
 from stack_train.data.kinds.text import language_model_shapes
 from stack_train.run.compilation import compile_step
 from stack_train.run.config import RunConfig
@@ -183,6 +184,24 @@ def test_a_step_for_tpus_gathers_parameters_layer_by_layer(config_file):
     assert report.mesh == {"fsdp": 8} and report.fits is True
     assert report.cost.unknown_loops == ()
     check_gathers(report)
+
+
+@pytest.mark.tpu_aot
+def test_replicas_on_slices_of_tpus_exchange_parameters_in_outer_steps_only(config_file, capsys):
+    slices = ("model.dtype=bfloat16", "mesh.data=2", "mesh.fsdp=4")
+    together = compile_step(config_of(config_file, *slices), Target("v5p:2x2x1*2"))
+    outer = "optimizer.outer={every_steps: 20, replicas: 2}"
+    apart = compile_step(config_of(config_file, *slices, "run.steps=20", outer), Target("v5p:2x2x1*2"))
+    assert apart.mesh == {"replica": 2, "fsdp": 4} and apart.fits is True
+    shard_bytes = 4 * together.parameters / 4  # float32, over the four chips of a slice
+    gradients_bytes, none = together.between_slices_bytes()
+    assert gradients_bytes > shard_bytes / 2 and none == 0  # reduced in bfloat16 at the least
+    every_step, outer_step = apart.between_slices_bytes()
+    # The scalars of the metrics, in a vector of 128 numbers. Transfers of parameters are padded to tiles.
+    assert every_step <= 4 * 128 and shard_bytes <= outer_step < 2 * shard_bytes
+    assert apart.as_mapping()["sent_between_slices_bytes"] == {"every_step": every_step, "outer_step": outer_step}
+    compile_command._print(apart)
+    assert f"sent between slices: 0.000 MiB in every step and {outer_step / 2**20:.3f} MiB" in capsys.readouterr().out
 
 
 @pytest.mark.gpu_aot

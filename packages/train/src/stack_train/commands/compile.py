@@ -91,9 +91,22 @@ def _print(report: "StepReport") -> None:
         for kind, sums in report.collectives_by_kind().items():
             table.add_row(kind, f"{sums['count']:,}", *(_gib(sums[key]) for key in columns))
         print_table(table)
+    if report.outer_every_steps is not None:
+        print(f"  {_outer(report)}")
     _print_lint(report)
     cpu = f"{report.compiler_cpu_s / 60:.1f} CPU-minutes"
     print(f"  traced in {report.trace_s:.0f} s, compiled in {report.compile_s:.0f} s ({cpu})")
+
+
+def _outer(report: "StepReport") -> str:
+    every = report.outer_every_steps or 1
+    counted = f"counted: a step with an outer step, as one of {every:,} steps is"
+    if report.slices == 1 or report.cost is None:
+        return counted
+    in_every, in_outer = report.between_slices_bytes()
+    mean = in_every + in_outer / every
+    sent = f"{_mib(in_every)} MiB in every step and {_mib(in_outer)} MiB in an outer step, {_mib(mean)} MiB on average"
+    return f"{counted}; sent between slices: {sent}"
 
 
 def _print_lint(report: "StepReport") -> None:
@@ -164,6 +177,10 @@ def _speed(report: "StepReport") -> list[str]:
 
 def _gib(size_bytes: int | float) -> str:
     return f"{size_bytes / _GIB:,.2f}"
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:,.3f}"
 
 
 def _seconds(seconds: float | None) -> str:

@@ -11,6 +11,7 @@ import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 from stack_core.abi.metrics import Metric
 from stack_train.optim.averaging import AveragedState, average_weights
 from stack_train.optim.axes import AxesTree
@@ -41,7 +42,7 @@ class OptimizerConfig(abc.ABC):
       moments: dtype in which the moments of matrices are stored between updates: float32 (4 bytes a number), bfloat16
         (2) or 8bit (1, with a float32 scale a row). Updates are computed in float32, and rounding is stochastic.
       offload: True keeps the state in the host's memory between updates, for devices whose own memory it does not fit.
-      outer: settings of outer steps over several updates (DiLoCo with one replica); None takes none.
+      outer: settings of outer steps over several updates (DiLoCo); None takes none.
       groups: settings of parameter groups, by a pattern of parameter paths. The first matching pattern applies.
     """
 
@@ -83,7 +84,16 @@ class OptimizerConfig(abc.ABC):
         return group is not None and self.groups[group].frozen
 
     def build(self, steps: int, axes: AxesTree) -> optax.GradientTransformation:
-        """Returns the complete optimizer of the trainable parameters for a run of `steps` updates."""
+        """Returns the complete optimizer of the trainable parameters for a run of `steps` updates.
+
+        Raises:
+          ConfigError: `outer` has several replicas, whose outer steps are a part of the training step (`make_step`).
+        """
+        if self.outer is not None and self.outer.replicas > 1:
+            raise ConfigError(
+                f"optimizer.outer.replicas is {self.outer.replicas}, and an optimizer alone has no replicas: train by "
+                "make_step, or set optimizer.outer.replicas=1."
+            )
         update = self._grouped(self.learning_rate_schedule(steps), axes)
         if self.moments != "float32":
             update = compress_moments(update, self.moments, axes)

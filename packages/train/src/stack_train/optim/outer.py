@@ -9,24 +9,28 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from stack_core.abi.config import config
 
-__all__ = ["OuterConfig", "OuterState", "take_outer_steps"]
+__all__ = ["OuterConfig", "OuterState", "outer_step", "take_outer_steps"]
 
 
 @config
 class OuterConfig:
     """Settings of outer steps, each of which replaces the sum of several updates by a step with Nesterov momentum.
 
-    This is DiLoCo with one replica: gradients are still averaged over all devices at every update. Source: Douillard et
-    al., DiLoCo, 2023 (arXiv:2311.08105); for one replica Charles et al., Communication-Efficient Language Model
-    Training Scales Reliably and Robustly, 2025 (arXiv:2503.09799).
+    With several replicas, gradients are not exchanged between replicas; an outer step averages the parameters that they
+    have reached. With one replica, gradients are averaged over all devices at every update. Source: Douillard et al.,
+    DiLoCo, 2023 (arXiv:2311.08105); for one replica Charles et al., Communication-Efficient Language Model Training
+    Scales Reliably and Robustly, 2025 (arXiv:2503.09799).
 
     Attributes:
       every_steps: number of updates between outer steps.
+      replicas: number of replicas that train apart between outer steps, each on its own part of the batch and of the
+        devices. It must divide `mesh.data`.
       learning_rate: factor on the outer step.
       momentum: decay of the momentum.
     """
 
     every_steps: PositiveInt = 30
+    replicas: PositiveInt = 1
     learning_rate: PositiveFloat = 0.7
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
 
@@ -45,6 +49,20 @@ class OuterState(NamedTuple):
     anchor: Any
     momentum: Any
     updates_done: jax.Array
+
+
+def outer_step(anchor: Any, reached: Any, momentum: Any, config: OuterConfig) -> tuple[Any, Any]:
+    """Returns the parameters after an outer step, and its momentum.
+
+    Args:
+      anchor: parameters after the previous outer step.
+      reached: parameters that the updates since then have reached.
+      momentum: momentum of the previous outer step.
+    """
+    gradient = optax.tree.sub(anchor, reached)
+    momentum = optax.tree.add(optax.tree.scale(config.momentum, momentum), gradient)
+    step = optax.tree.add(optax.tree.scale(config.momentum, momentum), gradient)
+    return optax.tree.add_scale(anchor, -config.learning_rate, step), momentum
 
 
 def take_outer_steps(inner: optax.GradientTransformation, config: OuterConfig) -> optax.GradientTransformationExtraArgs:
@@ -68,12 +86,8 @@ def take_outer_steps(inner: optax.GradientTransformation, config: OuterConfig) -
         def choose(outer: Any, otherwise: Any) -> Any:
             return jax.tree.map(lambda x, y: jnp.where(is_outer, x, y).astype(y.dtype), outer, otherwise)
 
-        decayed = optax.tree.scale(config.momentum, state.momentum)
         reached = optax.tree.add(optax.tree.cast(params, jnp.float32), optax.tree.cast(updates, jnp.float32))
-        gradient = optax.tree.sub(state.anchor, reached)
-        momentum = optax.tree.add(decayed, gradient)
-        step = optax.tree.add(optax.tree.scale(config.momentum, momentum), gradient)
-        anchor = optax.tree.add_scale(state.anchor, -config.learning_rate, step)
+        anchor, momentum = outer_step(state.anchor, reached, state.momentum, config)
         moved = optax.tree.sub(anchor, optax.tree.cast(params, jnp.float32))
         return choose(moved, updates), OuterState(
             inner_state, choose(anchor, state.anchor), choose(momentum, state.momentum), done

@@ -13,6 +13,7 @@ from stack_core.abi.errors import HardwareError
 from stack_core.chips import count_units
 from stack_core.chips.targets import Target, use_target
 from stack_core.programs.flops import Flops
+from stack_core.programs.hlo import Module, parse_hlo
 from stack_core.programs.lint import LintedParameter, ProgramLint, lint_program
 from stack_core.programs.roofline import ProgramCost, program_cost
 from stack_core.runtime.tree_paths import path_name
@@ -20,11 +21,13 @@ from stack_train.run.checks import check_sections
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program, model_flops, traced_step
 from stack_train.step.program import Program
+from stack_train.step.replicas import OUTER_SCOPE
 from stack_train.step.staged import is_in_layers
 
-__all__ = ["StepReport", "compile_step"]
+__all__ = ["StepReport", "compile_step", "outer_instructions"]
 
 _SHOWN_PLACES = 3
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class StepReport:
       trace_s: seconds to trace and lower the step.
       compile_s: wall-clock seconds to compile the step.
       compiler_cpu_s: CPU seconds of the compiler, over all cores.
+      outer_every_steps: number of steps between outer steps of replicas that train apart; None without replicas.
+      outer_instructions: names of the instructions of an outer step, for replicas that train apart.
     """
 
     target: str
@@ -66,6 +71,8 @@ class StepReport:
     trace_s: float
     compile_s: float
     compiler_cpu_s: float
+    outer_every_steps: int | None = None
+    outer_instructions: frozenset[str] = frozenset()
 
     @property
     def fits(self) -> bool | None:
@@ -83,6 +90,9 @@ class StepReport:
             return plain
         memory = dataclasses.asdict(cost.memory) | {"total_bytes": cost.memory.total_bytes}
         roofline = dataclasses.asdict(cost.roofline)
+        if self.outer_every_steps is not None and self.slices > 1:
+            every_step, outer_step = self.between_slices_bytes()
+            plain |= {"sent_between_slices_bytes": {"every_step": every_step, "outer_step": outer_step}}
         return plain | {
             "memory": memory,
             "hardware_flops": cost.flops.total * self.devices,
@@ -99,6 +109,7 @@ class StepReport:
         """Sums the collectives of one device over a step, by kind: executions, array bytes and bytes sent.
 
         With several slices, `sent_between_slices_bytes` is the part of `sent_bytes` by collectives that span slices.
+        With replicas that train apart, the step is one with an outer step.
         """
         sums: dict[str, dict[str, int | float]] = {}
         for found in self.cost.collectives if self.cost else ():
@@ -110,6 +121,14 @@ class StepReport:
                 key, sent_bytes = "sent_between_slices_bytes", found.between_slices * found.sent_bytes
                 sum_[key] = sum_.get(key, 0) + found.times * sent_bytes
         return dict(sorted(sums.items()))
+
+    def between_slices_bytes(self) -> tuple[float, float]:
+        """Returns the bytes that a device sends to other slices in every step, and in an outer step."""
+        sent = [0.0, 0.0]
+        for found in self.cost.collectives if self.cost else ():
+            if found.between_slices:
+                sent[found.runner in self.outer_instructions] += found.times * found.sent_bytes
+        return sent[0], sent[1]
 
 
 _PLAIN = (
@@ -125,6 +144,7 @@ _PLAIN = (
     "trace_s",
     "compile_s",
     "compiler_cpu_s",
+    "outer_every_steps",
 )
 
 
@@ -169,7 +189,32 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         trace_s=traced_s - started_s,
         compile_s=compiled_s - traced_s,
         compiler_cpu_s=compiler_cpu_s,
+        outer_every_steps=None if program.step.outer is None else program.step.outer.every_steps,
+        outer_instructions=frozenset()
+        if program.step.outer is None or compiled is None
+        else outer_instructions(parse_hlo(compiled.as_text())),
     )
+
+
+def outer_instructions(module: Module) -> frozenset[str]:
+    """Returns the names of the instructions in the branches of an outer step of replicas that train apart.
+
+    Transfers between TPU slices do not have the names of their scopes, so the branches are searched for them.
+    """
+    found: set[str] = set()
+    to_visit = [
+        branch
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "conditional" and OUTER_SCOPE in instruction.op_name
+        for branch in instruction.called(*_BRANCHES)
+    ]
+    while to_visit:
+        for instruction in module.computations[to_visit.pop()].instructions.values():
+            if instruction.name not in found:
+                found.add(instruction.name)
+                to_visit += instruction.called("calls", "to_apply", "called_computations", "body", *_BRANCHES)
+    return frozenset(found)
 
 
 def _lint(config: RunConfig, program: Program, cost: ProgramCost) -> ProgramLint:

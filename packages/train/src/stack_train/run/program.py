@@ -22,6 +22,7 @@ from stack_train.run.model import holds_codes, stored_model
 from stack_train.run.transforms import transform_names, transform_of
 from stack_train.step.auxiliary import INIT
 from stack_train.step.program import Program
+from stack_train.step.replicas import REPLICA
 from stack_train.step.staged import is_in_layers
 from stack_train.step.step import make_step
 from stack_train.variables.model_variables import sharding_rules
@@ -86,9 +87,16 @@ def build_program(
 
 def single_device_program(config: RunConfig) -> Program:
     """Builds a run's program on one device, for its initial values and the shapes of its optimizer's state."""
-    sizes: dict[str, Any] = dict.fromkeys(config.mesh.sizes, 1)
-    mesh = dataclasses.replace(config.mesh, **sizes)
-    return build_program(dataclasses.replace(config, mesh=mesh), jax.local_devices()[:1], with_saved=False)
+    return build_program(_on_one_device(config), jax.local_devices()[:1], with_saved=False)
+
+
+def _on_one_device(config: RunConfig) -> RunConfig:
+    """Returns the config of a run for one device, without replicas that train apart."""
+    optimizer = config.optimizer
+    if getattr(optimizer, "outer", None) is not None and optimizer.outer.replicas > 1:
+        # Replicas refuse averages, so readers need only the parameters of the last outer step.
+        optimizer = dataclasses.replace(optimizer, outer=None)
+    return dataclasses.replace(config, mesh=MeshConfig(fsdp=1, rules=config.mesh.rules), optimizer=optimizer)
 
 
 def _check_busy(config: RunConfig, mesh: Mesh, objective: Objective) -> None:
@@ -182,8 +190,7 @@ def model_flops(config: RunConfig, program: Program) -> Flops:
     padding rows, which the model does not need.
     """
     if program.mesh.size > 1:
-        alone = MeshConfig(fsdp=1, rules=config.mesh.rules)
-        program = build_program(dataclasses.replace(config, mesh=alone), program.mesh.devices.flatten()[:1].tolist())
+        program = build_program(_on_one_device(config), program.mesh.devices.flatten()[:1].tolist())
     auxiliary = {name: each.params for name, each in program.abstract_state.auxiliary.items()}
     evaluate = program.on_mesh(program.step.evaluate)
     return model_flops_per_step(evaluate, program.abstract_variables, config.batches.spec(config.model), auxiliary)
@@ -198,7 +205,10 @@ def naming_sizes(config: RunConfig) -> Iterator[None]:
         keys = {key: None for axis in error.logical_axes for key in _size_keys(config, axis)}
         if not keys:
             raise
-        raise ShardingError(f"{error}\nSizes come from {', '.join(keys)}.", logical_axes=error.logical_axes) from error
+        sizes = f"Sizes come from {', '.join(keys)}."
+        if f"mesh.{REPLICA}" in str(error):
+            sizes += f" mesh.{REPLICA} is optimizer.outer.replicas, and mesh.data the devices of a replica."
+        raise ShardingError(f"{error}\n{sizes}", logical_axes=error.logical_axes) from error
 
 
 def _size_keys(config: RunConfig, logical_axis: str) -> list[str]:

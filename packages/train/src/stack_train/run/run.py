@@ -73,6 +73,11 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
         raise PluginError(
             f"data.name {config.data.name!r} built a {type(data).__name__}; expected a stack_core.abi.data.Batches."
         )
+    if program.step.outer is not None and isinstance(data, PolicyBatches):
+        raise ConfigError(
+            f"optimizer.outer.replicas is {program.step.outer.replicas}, and data.name {config.data.name!r} makes its "
+            "batches with the policy, of which there would be several. Set optimizer.outer.replicas=1."
+        )
     if config.run.ramp:
         data = _ramped(config, data, batch_size)
     if processes.count > 1:

@@ -17,6 +17,13 @@ from stack_train.objectives import check_inputs
 from stack_train.optim.placement import like_parameters
 from stack_train.step.auxiliary import INIT
 from stack_train.step.batches import batch_shapes, check_batch
+from stack_train.step.replicas import (
+    REPLICA,
+    across_replicas,
+    replicated_shardings,
+    split_data_axis,
+    within_replica,
+)
 from stack_train.step.state import AuxiliaryState, TrainState
 from stack_train.step.step import Batch, Step
 from stack_train.variables.model_variables import Tree, sharding_rules
@@ -30,13 +37,18 @@ class Program:
 
     Attributes:
       step: the pure step.
-      mesh: device mesh; all devices along `data` by default.
+      mesh: device mesh; all devices along `data` by default. With replicas that train apart, its axis `data` is split
+        into `replica` and `data`.
       rules: mesh axes by logical axis. They override the family's rules, which override the default rules.
     """
 
     step: Step
     mesh: Mesh = field(default_factory=lambda: make_mesh(MeshConfig()))
     rules: Mapping[str, MeshAxes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.step.outer is not None and REPLICA not in self.mesh.axis_names:
+            object.__setattr__(self, "mesh", split_data_axis(self.mesh, self.step.outer.replicas))
 
     def init(
         self,
@@ -168,7 +180,13 @@ class Program:
         """The sharding of every leaf: variables by their logical axes, the optimizer's state like its parameters."""
         params, mutable, frozen = self.step.model.variables.split(self.variable_shardings)
         shapes = self.step.abstract_state
-        opt_state = like_parameters(shapes.opt_state, shapes.params, params, self._replicated)
+        if self.step.outer is None:
+            opt_state = like_parameters(shapes.opt_state, shapes.params, params, self._replicated)
+        else:
+            variables = self.step.model.variables
+            rules = within_replica(self.sharding_rules)
+            within, _, _ = variables.split(variables.shardings(rules, self.mesh))
+            opt_state = replicated_shardings(shapes.opt_state, shapes.params, params, within, self._replicated)
         auxiliary = {
             name: each.shardings(each.variables.shardings(self.sharding_rules, self.mesh), self._replicated)
             for name, each in self.step.auxiliary.items()
@@ -194,7 +212,8 @@ class Program:
     @cached_property
     def sharding_rules(self) -> ShardingRules:
         """All rules by which arrays are split over the mesh."""
-        return sharding_rules(self.step.model.family, self.rules)
+        rules = sharding_rules(self.step.model.family, self.rules)
+        return rules if self.step.outer is None else across_replicas(rules)
 
     @property
     def saved_auxiliary(self) -> tuple[str, ...]:

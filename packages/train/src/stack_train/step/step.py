@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import in_mesh
@@ -20,9 +21,11 @@ from stack_core.abi.transforms import ModelTransform
 from stack_train.nn.schedules import Schedule
 from stack_train.objectives import as_objective
 from stack_train.optim.optax_optimizer import Optimizer, as_optimizer
+from stack_train.optim.outer import OuterConfig
 from stack_train.step.auxiliary import INIT, AuxiliaryModel, auxiliary_models
 from stack_train.step.microbatches import accumulate, check_metrics
 from stack_train.step.precision import Precision, apply_updates, widen, widen_optimizer, zero_sums
+from stack_train.step.replicas import check_replicas, replicate, separate_replicas, train_apart
 from stack_train.step.scoring import scores
 from stack_train.step.staged import staged
 from stack_train.step.state import TrainState
@@ -71,11 +74,13 @@ def make_step(  # noqa: PLR0913  each is an option of the step
         declares.
 
     Raises:
-      ConfigError: an argument is not usable, a pattern of `optimizer.groups` matches no parameter, or an auxiliary
-        model has the name of a module of the model.
+      ConfigError: an argument is not usable, a pattern of `optimizer.groups` matches no parameter, an auxiliary model
+        has the name of a module of the model, or replicas of `optimizer.outer` are combined with an option that they do
+        not support.
       TrainingError: a variable that would be trained is not an array of floats.
     """
-    settings, objective = as_optimizer(optimizer), as_objective(objective)
+    settings, outer = separate_replicas(as_optimizer(optimizer))
+    objective = as_objective(objective)
     precision = Precision() if precision is None else precision
     family, config = _family_and_config(model)
     trainable = TrainableModel(family, config, settings, precision, transform, trained, mutable)
@@ -96,7 +101,22 @@ def make_step(  # noqa: PLR0913  each is an option of the step
     trained_auxiliary = (each for each in auxiliary.values() if each.optimizer is not None)
     # Patterns may match parameters of auxiliary models, so all paths are checked together.
     settings.check([*trainable.trainable_paths, *(path for each in trained_auxiliary for path in each.paths)])
-    return Step(trainable, objective, settings, steps, auxiliary, accumulation_steps, schedule)
+    step = Step(trainable, objective, settings, steps, auxiliary, accumulation_steps, schedule, outer)
+    if outer is not None:
+        check_replicas(
+            outer,
+            steps,
+            {
+                "sections transform the model, such as lora": transform != UNCHANGED,
+                "mesh.stage is more than 1": schedule is not None,
+                "the objective calls auxiliary models": bool(auxiliary),
+                "precision.params is not float32": precision.params != "float32",
+                "the forward pass updates variables, such as the bias of a router or batch-norm statistics": bool(
+                    jax.tree.leaves(step.abstract_state.mutable)
+                ),
+            },
+        )
+    return step
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +131,8 @@ class Step:
       auxiliary: models that the objective calls in addition to the trained one, by name.
       accumulation_steps: number of microbatches per batch.
       schedule: pipeline schedule; None without pipeline stages.
+      outer: settings of replicas that train apart; None without replicas. Outer steps of one replica are a part of the
+        optimizer.
     """
 
     model: TrainableModel
@@ -120,6 +142,7 @@ class Step:
     auxiliary: Mapping[str, AuxiliaryModel]
     accumulation_steps: int = 1
     schedule: Schedule | None = None
+    outer: OuterConfig | None = None
 
     def init(self, variables: Tree, *, key: jax.Array) -> TrainState:
         """Initializes the state before the first step, without the auxiliary models of other runs.
@@ -139,14 +162,14 @@ class Step:
             for name, each in self.auxiliary.items()
             if each.source in ("", INIT)
         }
-        opt_state = self.transformation.init(params)
+        opt_state = self._init_opt_state(params)
         return TrainState(jnp.zeros((), jnp.int32), params, mutable, frozen, opt_state, run_key, auxiliary)
 
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes and dtypes of the state."""
         params, mutable, frozen = self.model.variables.split(self.model.variables.abstract)
-        opt_state, step = jax.eval_shape(self.transformation.init, params), jax.ShapeDtypeStruct((), jnp.int32)
+        opt_state, step = jax.eval_shape(self._init_opt_state, params), jax.ShapeDtypeStruct((), jnp.int32)
         auxiliary = {name: each.abstract for name, each in self.auxiliary.items()}
         key = jax.eval_shape(lambda: jax.random.key(0))
         return TrainState(step, params, mutable, frozen, opt_state, key, auxiliary)
@@ -161,6 +184,11 @@ class Step:
         Returns:
           The next state and the metrics of `gradients` and `update`.
         """
+        if self.outer is None:
+            return self._update_once(state, batch)
+        return train_apart(self._update_once, state, batch, self.outer, self.model.variables)
+
+    def _update_once(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         gradients, metrics, mutable = self.gradients(state, batch)
         # Keeps XLA from fusing the two halves, which would round some updates differently than a separate `update`.
         gradients, mutable = jax.lax.optimization_barrier((gradients, mutable))
@@ -269,6 +297,10 @@ class Step:
         axes = self.model.variables.select(self.model.variables.axes, "trained")
         return widen_optimizer(self.optimizer.build(self.steps, axes))
 
+    def _init_opt_state(self, params: Tree) -> Any:
+        init = self.transformation.init
+        return init(params) if self.outer is None else replicate(params, init, self.outer.replicas)
+
     def _microbatch_gradients(
         self, state: TrainState, mutable: Tree, batch: Batch, key: jax.Array
     ) -> tuple[Tree, Metrics, Tree]:
@@ -318,7 +350,11 @@ class Step:
         params, _, _ = self.model.variables.split(self.model.variables.shardings(rules, mesh))
         trained = ((name, each) for name, each in self.auxiliary.items() if each.optimizer is not None)
         auxiliary = {name: each.variables.shardings(rules, mesh) for name, each in trained}
-        return jax.lax.with_sharding_constraint(gradients, {**params, **auxiliary})
+        shardings = {**params, **auxiliary}
+        inside = jax.sharding.get_abstract_mesh()
+        if inside.manual_axes:  # in a replica, whose rules lack the manual axis
+            shardings = jax.tree.map(lambda each: NamedSharding(inside, each.spec), shardings)
+        return jax.lax.with_sharding_constraint(gradients, shardings)
 
 
 def _family_and_config(model: Any) -> tuple[Any, Any]:

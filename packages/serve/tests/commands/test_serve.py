@@ -58,7 +58,7 @@ NUMBERS = {
         ("0",),
     ),
     **dict.fromkeys(("priorities",), ("-1",)),
-    **dict.fromkeys(("data-parallel", "expert"), ("0",)),
+    **dict.fromkeys(("data-parallel", "expert", "hosts"), ("0",)),
 }
 
 
@@ -88,6 +88,20 @@ def test_several_engines_need_devices_a_router_and_a_language_model(served: list
     for extra in (["--no-prefix-caching"], ["--speculation=draft", "--draft-model=SMALL"]):
         assert "Leave one of the options out" in refusal(capsys, "RUN", "--prefill-engines=1", *extra)
     assert "--data-parallel: for language models only" in refusal(capsys, "--repository=.", "--data-parallel=2")
+    assert not served
+
+
+def test_an_engine_over_hosts_refuses_what_needs_one_host(served: list[HttpServer], capsys: Any) -> None:
+    over_two = ("RUN", "--hosts=2", "--tensor=2")
+    for option in ("launcher=ray", "cluster-address=10.0.0.1:1", "token-file=x"):
+        assert f"--{option.partition('=')[0]}: only for several hosts" in refusal(capsys, "RUN", f"--{option}")
+    assert "--sleep-mode, --weight-updates: not available with --hosts 2" in refusal(
+        capsys, *over_two, "--sleep-mode", "--weight-updates"
+    )
+    assert "embeddings: not available on an engine over hosts=2" in refusal(capsys, *over_two, "--embeddings")
+    assert "hosts=2 and data_parallel=2: only one engine" in refusal(capsys, *over_two, "--data-parallel=2")
+    assert "Use a multiple of 2, such as tensor=2 (--tensor 2)" in refusal(capsys, "RUN", "--hosts=2")
+    assert "--hosts: for the engine llm, not for static" in refusal(capsys, "RUN", "--engine=static", "--hosts=2")
     assert not served
 
 

@@ -12,6 +12,7 @@ import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.generation import EngineStats, GenerationRequest
@@ -22,6 +23,7 @@ from stack_serve.llm.encoder_engine import EncoderEngine
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.limits import Limits
+from stack_serve.llm.lockstep import connect_group
 from stack_serve.llm.speculation import Speculation
 from stack_serve.parallel.config import ParallelConfig
 from stack_serve.parallel.devices import EngineDevices
@@ -148,6 +150,23 @@ def open_tiny(config: EngineConfig, progress: Any) -> LLMEngine:
     return LLMEngine(tiny_checkpoint.TinyCheckpoint(), config, progress=progress)
 
 
+@dataclass(frozen=True)
+class ShardedCheckpoint(tiny_checkpoint.TinyCheckpoint):
+    """The tiny model with the features of its layers and its head sharded over `tensor`."""
+
+    def shardings(self, mesh: Any) -> Any:
+        specs = {
+            "embedding": PartitionSpec(),
+            "layers": {"mix": PartitionSpec(None, None, "tensor")},
+            "head": PartitionSpec("tensor"),
+        }
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def open_sharded(config: EngineConfig, progress: Any) -> LLMEngine:
+    return LLMEngine(ShardedCheckpoint(), config, progress=progress, group=connect_group())
+
+
 def open_speculative(config: EngineConfig, progress: Any) -> LLMEngine:
     """Opens the tiny model in the process of an engine, where every step without prompts verifies drafts."""
     Speculation._cost = lambda *_: 1e-9  # type: ignore[method-assign]  # pyrefly: ignore
@@ -189,3 +208,9 @@ def _parallel(open_engine: Any, config: EngineConfig, engines: int, **settings: 
     parallel = ParallelConfig(data_parallel=engines, **settings)
     devices = [EngineDevices({"ENGINE": str(number)}) for number in range(parallel.engines)]
     return ParallelEngine(open_engine, config, parallel, devices=devices)
+
+
+def sharded_engine(config: EngineConfig, hosts: int = 2, open_engine: Any = open_sharded) -> ParallelEngine:
+    for module in (sys.modules[__name__], tiny_checkpoint, tiny_mtp, fake_engine):
+        cloudpickle.register_pickle_by_value(module)
+    return ParallelEngine(partial(open_engine, config), config, ParallelConfig(hosts=hosts))

@@ -12,8 +12,8 @@
 Dispatch is asynchronous; `get` waits. When a process of a mesh ends, every use of the mesh's arrays raises
 `FormationLost`. `mesh.form()` then starts fresh processes, and the driver puts its last copies on them.
 
-A mesh of one process can also hold Python objects (`RemoteObject`), such as a generation engine. `mesh.pull` copies the
-driver's own arrays to the mesh.
+A mesh can also hold Python objects (`RemoteObject`), such as a generation engine. `mesh.pull` copies the driver's own
+arrays to the mesh.
 """
 
 import itertools
@@ -157,7 +157,7 @@ class RemoteMesh:
         self._transfers: Transfers | None = None
         self._last_output = ""
         self._unused: deque[int] = deque()
-        self._lost_hosts: set[int] = set()
+        self._lost_hosts: dict[int, str] = {}
         self._looked_s = 0.0
 
     @property
@@ -168,6 +168,11 @@ class RemoteMesh:
     def pids(self) -> tuple[int | None, ...]:
         """The process ids on their hosts, by rank."""
         return tuple(member.pid for member in self._formation.members) if self._formation is not None else ()
+
+    @property
+    def processes(self) -> int:
+        """The number of its processes."""
+        return self._count
 
     @property
     def alive(self) -> bool:
@@ -281,6 +286,10 @@ class RemoteMesh:
         """Sends a command to all processes without waiting."""
         self._send(None, _pickled(command))
 
+    def tell_first(self, *command: Any) -> None:
+        """Sends a command to the process of rank 0 without waiting."""
+        self._send({0: _pickled(command)}, b"")
+
     def tell_each(self, name: str, operands: Sequence[Sequence[Any]]) -> None:
         """Sends a command to all processes, with separate operands for each."""
         self._send({rank: _pickled((name, *own)) for rank, own in enumerate(operands)}, b"")
@@ -333,7 +342,7 @@ class RemoteMesh:
         if self._formation is None:
             return
         if "lost" in message and message["host"] in self._formation.hosts:
-            self._lost_hosts.add(message["host"])
+            self._lost_hosts[message["host"]] = message["lost"]
         elif "log" in message and message["formation"] == self._formation.number:
             self._last_output = (self._last_output + message["log"])[-_LAST_OUTPUT_CHARACTERS:]
         elif "worker" in message:
@@ -359,7 +368,10 @@ class RemoteMesh:
             for rank, link in self._links.items():
                 if freed:
                     link.send(freed)
-                link.send(common if by_rank is None else by_rank[rank])
+                if by_rank is None:
+                    link.send(common)
+                elif rank in by_rank:
+                    link.send(by_rank[rank])
         except ChannelClosed:
             self._raise_lost()
         # Bounds the driver's memory if it dispatches faster than the workers read.
@@ -381,12 +393,14 @@ class RemoteMesh:
             self.cluster.poll(0.02)
         assert self._formation is not None, "it is checked before"
         failure = attributed(self._formation, lost_hosts=self._lost_hosts)
+        reasons = "".join(f"\nHost {host}: {reason}" for host, reason in self._lost_hosts.items())
         self.end()
         output = f"\nThe workers printed last:\n{self._last_output.rstrip()}" if self._last_output else ""
+        output = reasons + output
         raise FormationLost(
             f"The mesh {self.axes} lost {failure}. Its arrays are gone: `mesh.form()` gives it fresh processes, on "
             f"which you put your last copies.{output}",
-            cause=f"{failure.evidence}{output}",
+            cause=f"{failure.evidence if self._count == 1 else failure}{output}",
         )
 
     def _await_links(self, formation: Formation) -> None:

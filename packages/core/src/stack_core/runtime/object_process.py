@@ -30,12 +30,13 @@ class _Call:
 
 
 class ObjectProcess:
-    """A cluster of one host with one `RemoteObject`, owned by a thread of this process.
+    """A cluster with one `RemoteObject`, owned by a thread of this process.
 
-    Calls are executed in their order. The process ends with `close`, or with this process.
+    Calls are executed in their order. The process ends with `close`, or with this process. If the cluster has several
+    hosts, the object has a process on each; see `RemoteObject`. All end together.
 
     Args:
-      config: the cluster, of one host.
+      config: the cluster.
       axes: axes of the process's mesh, see `Cluster.mesh`.
       environment: environment variables of the process, see `Cluster.mesh`.
       build: function that returns the object, see `RemoteObject`.
@@ -46,6 +47,7 @@ class ObjectProcess:
 
     Attributes:
       built: completes with None when the object is built, or with the exception that prevented that.
+      pids: process ids on their hosts, by rank; empty before the processes start.
     """
 
     def __init__(
@@ -69,12 +71,17 @@ class ObjectProcess:
         self._end: StackError | None = None
         self._is_closing = False
         self._cluster: Cluster | None = None
-        self.pid: int | None = None
+        self.pids: tuple[int | None, ...] = ()
         self.built: Future[None] = Future()
         self._waiting.add(self.built)
         # A daemon: an object that nobody closes must not keep the interpreter alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the object that is called."""
+        return self.pids[0] if self.pids else None
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> "Future[Any]":
         """Calls a method of the object; the future completes with its result or its exception."""
@@ -110,9 +117,9 @@ class ObjectProcess:
                 self._cluster = cluster
                 self._serve(cluster)
         except FormationLost as lost:
-            cause = FormationLost(
-                f"The process of {self._name} (pid {self.pid}) is gone: {lost.cause}", cause=lost.cause
-            )
+            pids = ", ".join(map(str, self.pids))
+            process = f"The process of {self._name} (pid" if len(self.pids) < 2 else f"A process of {self._name} (pids"
+            cause = FormationLost(f"{process} {pids}) is gone: {lost.cause}", cause=lost.cause)
         except StackError as error:
             cause = error
         except Exception as error:  # a defect of any kind must not leave callers waiting
@@ -126,8 +133,8 @@ class ObjectProcess:
             self._settle(future, None, end)
 
     def _serve(self, cluster: Cluster) -> None:
-        mesh = cluster.mesh(self._axes, hosts=1, environment=self._environment)
-        [self.pid] = mesh.pids
+        mesh = cluster.mesh(self._axes, environment=self._environment)
+        self.pids = mesh.pids
         settle = partial(self._settle, self.built)
         remote = RemoteObject(mesh, self._build, *self._arguments(mesh), receive=self._receive, on_result=settle)
         del self._arguments  # they may hold arrays

@@ -25,9 +25,14 @@ class ArrayMesh(Protocol):
 
     formation_number: int
 
+    @property
+    def processes(self) -> int: ...
+
     def next_number(self) -> int: ...
 
     def tell(self, *command: Any) -> None: ...
+
+    def tell_first(self, *command: Any) -> None: ...
 
     def tell_each(self, name: str, operands: Sequence[Sequence[Any]]) -> None: ...
 
@@ -179,8 +184,11 @@ class RemoteObject:
     commands. The driver does not wait. An exception of a method is passed to the caller and, unlike the error of a
     function, does not stop the stream.
 
+    On a mesh of several processes, each builds an object, and only the object of rank 0 is called. It is built once all
+    are built, or fails with the first of them.
+
     Args:
-      mesh: a mesh of one process.
+      mesh: the mesh.
       build: function `build(emit, *arguments)` that returns the object, sent by cloudpickle. `emit(value)` sends a
         picklable value to `receive`; it may be called from any thread at any time.
       arguments: picklable values, in which remote arrays of this mesh stand for the arrays.
@@ -203,7 +211,8 @@ class RemoteObject:
         self._mesh = mesh
         self._number = mesh.listen(lambda error, value: receive(value))
         function = _cloudpickle().dumps(build)
-        mesh.tell("build", self._expect(on_result), self._number, function, _packed(mesh, arguments))
+        built = self._expect(on_result, answers=mesh.processes)
+        mesh.tell("build", built, self._number, function, _packed(mesh, arguments))
 
     def call(
         self,
@@ -221,10 +230,16 @@ class RemoteObject:
             process ends first, it is not called, and `check` or the next command of the mesh raises `FormationLost`.
         """
         packed = _packed(self._mesh, (tuple(arguments), dict(keywords or {})))
-        self._mesh.tell("invoke", self._expect(on_result), self._number, method, packed)
+        self._mesh.tell_first("invoke", self._expect(on_result), self._number, method, packed)
 
-    def _expect(self, on_result: Callable[[Any, Exception | None], None]) -> int:
+    def _expect(self, on_result: Callable[[Any, Exception | None], None], *, answers: int = 1) -> int:
+        missing = answers
+
         def receive(error: Any, value: Any) -> None:
+            nonlocal missing
+            missing -= 1
+            if missing and error is None:
+                return
             self._mesh.unlisten(number)
             if isinstance(error, Raised):
                 on_result(None, error.exception())

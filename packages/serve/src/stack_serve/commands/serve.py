@@ -67,6 +67,10 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     data_parallel: int | None = None,
     prefill_engines: int | None = None,
     router: str | None = None,
+    hosts: int | None = None,
+    launcher: str | None = None,
+    cluster_address: str | None = None,
+    token_file: str | None = None,
     prefix_caching: bool | None = None,
     embeddings: bool | None = None,
     adapter: tuple[str, ...] = (),
@@ -139,6 +143,11 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         prefill (0).
       router: choice of the engine of a request, cache_aware (the engine that has the longest prefix of the prompt in
         its cache, within a bound on its load) or round_robin (cache_aware).
+      hosts: number of hosts over which the engine is sharded (1); --tensor times --expert is the number of devices of
+        all hosts together.
+      launcher: launcher that starts the agents on the hosts, such as processes, which is this machine (processes).
+      cluster_address: address where this process listens for the hosts (127.0.0.1:0); other machines must reach it.
+      token_file: file with the secret shared by the hosts, for --launcher joined.
       prefix_caching: reuse cache pages of prompts with the same prefix (yes, unless the model is recurrent).
       embeddings: compile the programs of embeddings at the start (no: on first use).
       max_waiting: maximum number of waiting continuations (1024) or images (64); more are refused.

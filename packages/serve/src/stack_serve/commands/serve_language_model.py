@@ -122,13 +122,15 @@ def _open_model(model: str, parallel: Any) -> Any:
 
 def _make_engines(model: str, config: Any, parallel: Any, progress: Any) -> Any:
     from stack_serve.parallel.engine import ParallelEngine
-    from stack_serve.parallel.opening import open_replica
+    from stack_serve.parallel.opening import open_replica, open_sharded
 
-    return ParallelEngine(partial(open_replica, model, config), config, parallel, progress=progress)
+    open_engine = open_sharded if parallel.hosts > 1 else open_replica
+    return ParallelEngine(partial(open_engine, model, config), config, parallel, progress=progress)
 
 
 def _parallel_config(engine_name: str, engine_config: Any, options: Mapping[str, Any]) -> Any:
     """Returns the settings of several engines, or None for one in this process."""
+    from stack_serve.llm.group_checks import check_config
     from stack_serve.parallel.config import ParallelConfig
 
     given = select_options(ParallelConfig, options)
@@ -142,11 +144,27 @@ def _parallel_config(engine_name: str, engine_config: Any, options: Mapping[str,
             "--prefill-engines hands keys over to the prefix cache, which --no-prefix-caching turns off, and whose "
             "pages lack the keys of a --draft-model. Leave one of the options out."
         )
+    if config.hosts > 1:
+        check_config(engine_config, config.hosts)
+        _check_options_over_hosts(options)
+        return config
+    if of_hosts := [name for name in ("launcher", "cluster_address", "token_file") if name in given]:
+        raise ConfigError(f"{flags_of(of_hosts)}: only for several hosts. Add --hosts 2, or leave it out.")
     if config.engines > 1:
         return config
     if "router" in given:
         raise ConfigError("--router chooses among several engines. Add --data-parallel 2, or leave it out.")
     return None
+
+
+def _check_options_over_hosts(options: Mapping[str, Any]) -> None:
+    """Raises a ConfigError for options of a server that an engine over several hosts does not support."""
+    refused = [name for name in ("adapter_loading", "sleep_mode", "weight_updates", "router") if options.get(name)]
+    if refused:
+        raise ConfigError(
+            f"{flags_of(refused)}: not available with --hosts {options['hosts']}. Leave it out, or serve the model on "
+            "one host."
+        )
 
 
 def _make_engine(name: str, checkpoint: Any, config: Any, progress: Any) -> Any:

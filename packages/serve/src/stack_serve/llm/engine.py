@@ -25,16 +25,19 @@ from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.chips.machine import give_memory_back, resident_bytes
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, read_all
-from stack_serve.llm.compiled_programs import Progress
+from stack_serve.llm.compiled_programs import Key, Progress
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.constraints import ConstraintCompiler, is_installed
 from stack_serve.llm.dispatcher import Dispatcher, End
 from stack_serve.llm.draft_model import DraftModel, check_vocabulary
+from stack_serve.llm.group_checks import agreed_limits, refusal_over_hosts
 from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.limits import Limits
+from stack_serve.llm.lockstep import Follower, Leader
 from stack_serve.llm.loop import EngineLoop
 from stack_serve.llm.mtp import MtpDrafter, MtpPrograms, programs_class
 from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
+from stack_serve.llm.placement import Placement
 from stack_serve.llm.pooling import PoolingPrograms, check_pooling
 from stack_serve.llm.programs import Programs
 from stack_serve.llm.proposer import Proposer
@@ -63,9 +66,11 @@ class LLMEngine(Engine):
       config: capacity and scheduling settings; None means the defaults.
       progress: callback of `warm_up` that receives the name of a compiled program, the number of compiled programs and
         the total number of programs.
+      group: processes over whose devices the engine is sharded; None means this process. A follower repeats the
+        launches of the first process (`follow`) and serves no requests.
 
     Raises:
-      ConfigError: the config is inconsistent with the model.
+      ConfigError: the config is inconsistent with the model, or with a group.
       GenerationError: `config.dequantize` is set, and the checkpoint cannot be read in floating point.
       HardwareError: fewer devices are available than `config.tensor`.
     """
@@ -73,7 +78,12 @@ class LLMEngine(Engine):
     keeps_missing = True
 
     def __init__(
-        self, checkpoint: GenerativeCheckpoint, config: EngineConfig | None = None, *, progress: Progress | None = None
+        self,
+        checkpoint: GenerativeCheckpoint,
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        group: Leader | Follower | None = None,
     ) -> None:
         config = EngineConfig() if config is None else config
         checkpoint = _dequantized(checkpoint) if config.dequantize else checkpoint
@@ -85,11 +95,17 @@ class LLMEngine(Engine):
         if draft is not None:
             check_vocabulary(checkpoint, draft)
         self.limits = Limits.of(checkpoint, config, draft)
+        self._group, self._leader = group, group if isinstance(group, Leader) else None
+        if group is not None:
+            self.limits = agreed_limits(group, checkpoint, config, self.limits)
         self._max_waiting = config.max_waiting
         self._checkpoint, self.parameters = checkpoint, checkpoint.parameters
         max_tokens, pages = self.limits.max_tokens, self.limits.pages
         sizes = {"max_tokens": max_tokens, "pages": pages}
         options: Any = {"adapters": self._shapes, "constraints": is_installed() and checkpoint.tokenizer is not None}
+        if group is not None:
+            placement = Placement(checkpoint.states, config.tensor, jax.devices(), expert=config.expert)
+            options |= {"placement": placement, "leader": self._leader}
         self._programs = programs_class(config)(checkpoint, config, **sizes, **options)
         self._proposer: Proposer | None = None
         if isinstance(self._programs, MtpPrograms):
@@ -129,6 +145,8 @@ class LLMEngine(Engine):
 
     def warm_up(self) -> None:
         """Compiles every program of a step, to keep requests from waiting for compilation."""
+        if self._leader is not None:
+            self._leader.send(("warm_up",))
         self._programs.compile_all(self._progress)
         for programs in self._all_programs[1:]:
             programs.compile_all()
@@ -139,6 +157,8 @@ class LLMEngine(Engine):
 
         On CPUs, whose compiled programs take memory that other processes need, it compiles the sizes that steps need.
         """
+        if self._leader is not None:
+            self._leader.send(("prepare",))
         self._programs.compile_first(self._progress, if_needed=jax.default_backend() == "cpu")
         for programs in self._all_programs[1:]:
             programs.compile_first()
@@ -173,6 +193,16 @@ class LLMEngine(Engine):
             f"{text}; the cache {'grows to' if on_cpu else 'has'} {pages_bytes / 2**20:.0f} MB for "
             f"{self.limits.pages * page_tokens} tokens, set by memory_fraction or pages"
         )
+
+    def follow(self) -> None:
+        """Repeats what the first process of the group launches and compiles, until that process ends."""
+        compilers = {"prepare": self.prepare, "warm_up": self.warm_up}
+
+        def run(key: Key, *inputs: Any) -> Any:
+            return compilers[key[0]]() if key[0] in compilers else self._programs.run(key, *inputs)
+
+        assert isinstance(self._group, Follower)
+        self._group.follow(run, self._programs.compile)
 
     def start(self) -> None:
         """Starts the threads that process requests."""
@@ -254,6 +284,7 @@ class LLMEngine(Engine):
 
         Each shape of a batch is compiled on first use, or by `warm_up` with `EngineConfig.embeddings`.
         """
+        self._refuse_over_hosts("Embeddings")
         check_pooling(pooling)
         for prompt in prompts:
             self.limits.check_input(prompt)
@@ -270,6 +301,7 @@ class LLMEngine(Engine):
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Frees the device memory of an idle engine until `wake_up`; see `Engine`."""
+        self._refuse_over_hosts("Sleep")
         if level not in (1, 2):
             raise GenerationError(f"level={level!r}: expected 1 or 2.", parameter="level")
 
@@ -397,6 +429,7 @@ class LLMEngine(Engine):
         Returns:
           Placed parameters by path.
         """
+        self._refuse_over_hosts("New weights")
         check_params(params, self.parameters)
         with self._lock:
             self._check_awake()
@@ -517,6 +550,10 @@ class LLMEngine(Engine):
             )
         return self._shapes.fitted(name, adapters)
 
+    def _refuse_over_hosts(self, feature: str) -> None:
+        if self._group is not None:
+            raise GenerationError(refusal_over_hosts(feature))
+
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
         self._lock.notify_all()
@@ -540,7 +577,7 @@ class LLMEngine(Engine):
         except BaseException as error:
             # Catches any error of a device or of XLA: waiting clients must get it, and no further step can run.
             with self._lock:
-                self._failure = error
+                self._failure = error if self._leader is None else self._leader.explain(error)
             raise
         finally:
             self._end_all()

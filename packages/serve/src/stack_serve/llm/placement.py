@@ -16,6 +16,7 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, use_mesh
 from stack_core.chips.device_mesh import make_mesh
 from stack_core.chips.machine import free_zeros
+from stack_core.runtime.gathering import place_copies
 from stack_core.runtime.huge_pages import in_one_block
 from stack_serve.llm.cache import SlotStates
 from stack_serve.llm.config import PageLayout
@@ -31,7 +32,7 @@ class Placement:
     Args:
       states: state specification of each layer, from which the key-value head counts are read.
       tensor: number of devices over which heads and features are sharded.
-      devices: available devices; None means all devices of this process.
+      devices: available devices, which may be those of several processes; None means all devices of this process.
       expert: number of devices over which the experts of mixtures are divided. Tokens and pages are replicated over
         them.
 
@@ -56,6 +57,13 @@ class Placement:
         self._expert, self._mesh = expert, None
         if tensor * expert > 1:
             self._mesh = make_mesh(MeshConfig(fsdp=1, tensor=tensor, expert=expert), devices[: tensor * expert])
+
+    @property
+    def readable(self) -> NamedSharding | None:
+        """Sharding of results that the host reads: every process has them whole. None if all devices are local."""
+        if self._mesh is None or all(each.process_index == jax.process_index() for each in self._mesh.devices.flat):
+            return None
+        return NamedSharding(self._mesh, PartitionSpec())
 
     def traced(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function that traces model programs; activation axes that do not divide evenly are replicated."""
@@ -173,7 +181,7 @@ class Placement:
 
     def replicated(self, tree: Any) -> Any:
         """Replicates arrays on every device."""
-        return jax.device_put(tree, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec()))
+        return place_copies(tree, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec()))
 
 
 class AbstractPlacement(Placement):
@@ -253,7 +261,7 @@ def _slices(leaf: Any, is_split: bool) -> Iterator[Any]:
 
 def _copied(leaf: Any, dtype: Any, sharding: Any, *, is_split: bool, is_owned: bool) -> Any:
     """Copies a leaf to its sharding and dtype, as `Layers` if split; an owned leaf may be reused without a copy."""
-    placed = jax.device_put(leaf, sharding)
+    placed = place_copies(leaf, sharding)
     if placed.dtype != dtype:
         placed = placed.astype(dtype)
     elif not (is_owned or is_split):

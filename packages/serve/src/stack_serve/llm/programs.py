@@ -24,6 +24,7 @@ from stack_serve.llm.compiler_options import compile_threads, compiler_options, 
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
 from stack_serve.llm.image_features import ImageFeatures
 from stack_serve.llm.images import FeatureRows, StepImages
+from stack_serve.llm.lockstep import Leader
 from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.page_copies import HANDOVER_PAGES, read_pages, write_pages
 from stack_serve.llm.placement import Placement
@@ -83,6 +84,7 @@ class Programs:
       max_tokens: maximum total length of a prompt and its continuation.
       pages: number of cache pages.
       placement: placement of the arrays; None means the devices of this process.
+      leader: connections to the other processes that launch the same programs; None without any.
       adapters: shapes of the adapter pool; None disables adapters.
       constraints: True includes the programs for constrained rows in `compile_all`.
 
@@ -100,10 +102,11 @@ class Programs:
         max_tokens: int,
         pages: int,
         placement: Placement | None = None,
+        leader: Leader | None = None,
         adapters: AdapterShapes | None = None,
         constraints: bool = False,
     ) -> None:
-        self._config, self._checkpoint = config, checkpoint
+        self._config, self._checkpoint, self._leader = config, checkpoint, leader
         self._constraints = constraints
         self._unmasked: dict[int, jax.Array] = {}
         self._max_tokens = max_tokens
@@ -250,7 +253,7 @@ class Programs:
         """
         padded = np.zeros(self._max_tokens, np.int32)
         padded[: len(tokens)] = tokens
-        self.slots = self._compiled[("admit",)](self.slots, np.int32(slot), padded, settings.packed())
+        self._launch(("admit",), np.int32(slot), padded, settings.packed())
 
     def step(
         self,
@@ -275,12 +278,9 @@ class Programs:
         is_decoding = sum(row[2] for row in rows) == len(rows) and (candidates or self.decodes(len(rows)))
         if images is not None or (repeats == 1 and not is_decoding):
             return self.sample(self.forward(rows, tables, images), candidates=candidates)
-        known, settings = self.slots.tokens, self.slots.settings
         row_bucket = self._compiled.ready_size("decode", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
         packed = self._packed(rows, tables, row_bucket)
-        decode = self._compiled[_sampling_key("decode", row_bucket, candidates)]
-        self._layers, hidden, known, sampled = decode(self._weights, self._layers, known, settings, packed)
-        self.slots = SlotState(known, settings)
+        hidden, sampled = self._launch(_sampling_key("decode", row_bucket, candidates), packed)
         return StepResult(sampled, hidden)
 
     def encode_images(self, images: Sequence[PromptImage]) -> FeatureRows:
@@ -294,7 +294,7 @@ class Programs:
     ) -> ForwardResult:
         """Launches the forward pass of a step; `sample` launches the rest. See `step` for the arguments."""
         tokens = sum(row[2] for row in rows)
-        packed = given = self._packed(rows, tables, self._buckets.largest_rows)
+        packed = self._packed(rows, tables, self._buckets.largest_rows)
         if images is not None:
             assert self._images is not None
             size = self._buckets.of_prompts(tokens)
@@ -303,19 +303,17 @@ class Programs:
             return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
         row_bucket = self._compiled.ready_size("forward", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
         if tokens == len(rows) and self._compiled.is_ready("forward", row_bucket):
-            program, given = self._compiled["forward", row_bucket], packed[:row_bucket]
+            hidden, last = self._launch(("forward", row_bucket), packed[:row_bucket])
         else:
             size = self._compiled.ready_size("prefill", self._buckets.of_prompts(tokens), self._buckets.prompts)
-            program = self._compiled["prefill", size]
-        self._layers, hidden, last = program(self._weights, self._layers, self.slots.tokens, given)
+            hidden, last = self._launch(("prefill", size), packed)
         return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
 
     def fill(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray) -> None:
         """Launches the forward pass of rows whose tokens are known, to compute their keys; see `step`."""
         tokens = sum(row[2] for row in rows)
         size = self._compiled.ready_size("prefill", self._buckets.of_prompts(tokens), self._buckets.prompts)
-        packed = self._packed(rows, tables, self._buckets.largest_rows)
-        self._layers, *_ = self._compiled["prefill", size](self._weights, self._layers, self.slots.tokens, packed)
+        self._launch(("prefill", size), self._packed(rows, tables, self._buckets.largest_rows))
 
     def sample(self, forward: ForwardResult, mask: np.ndarray | None = None, *, candidates: bool = False) -> StepResult:
         """Launches the sampling of a step.
@@ -331,14 +329,8 @@ class Programs:
         size = self._compiled.ready_size("sample", self._buckets.of_samples(len(places)), self._buckets.samples)
         chosen = np.full(size, len(forward.packed), np.int32)
         chosen[: len(places)] = places
-        masks: Any = self._all_tokens(size)
-        if mask is not None:
-            masks = np.full(masks.shape, -1, np.int32)
-            masks[: len(places)] = mask
-        program = self._compiled[_sampling_key("sample", size, candidates)]
-        known, settings = self.slots.tokens, self.slots.settings
-        known, sampled = program(self._weights, known, settings, forward.last, forward.packed, chosen, masks)
-        self.slots = SlotState(known, settings)
+        inputs = (forward.packed, chosen, self._masks(mask, size))
+        sampled = self._launch(_sampling_key("sample", size, candidates), *inputs, after=forward.last)
         return StepResult(sampled, forward.hidden)
 
     def verify(
@@ -363,17 +355,75 @@ class Programs:
         packed = self._packed(rows, tables, self._buckets.largest_rows)
         padded = np.zeros(size, np.int32)
         padded[: len(drafted)] = drafted
-        masks: Any = self._all_tokens(size)
-        if mask is not None:
-            masks = np.full(masks.shape, -1, np.int32)
-            masks[: len(mask)] = mask
-        program = self._compiled[_sampling_key("verify", size, candidates)]
-        known, settings = self.slots.tokens, self.slots.settings
-        self._layers, hidden, known, sampled = program(
-            self._weights, self._layers, known, settings, packed, padded, masks
-        )
-        self.slots = SlotState(known, settings)
+        inputs = (packed, padded, self._masks(mask, size))
+        hidden, sampled = self._launch(_sampling_key("verify", size, candidates), *inputs)
         return StepResult(sampled, hidden)
+
+    def _launch(self, key: Key, *inputs: Any, after: jax.Array | None = None) -> Any:
+        """Launches a program in all processes.
+
+        Args:
+          inputs: inputs from the host.
+          after: hidden states of the last step, if the program continues it; every process has its own.
+        """
+        if self._leader is not None:
+            self._leader.compile(key, self.compile)
+            self._leader.send(key, inputs)
+        return self.run(key, *inputs) if after is None else self.run(key, after, *inputs)
+
+    def compile(self, key: Key) -> None:
+        """Compiles a program, or waits for its compilation in the background."""
+        _ = self._compiled[key]
+
+    def run(self, key: Key, *inputs: Any) -> Any:
+        """Launches a program in this process, on the current state; see the methods `_run_...` for the results."""
+        return getattr(self, f"_run_{key[0]}")(self._compiled[key], *inputs)
+
+    def _run_admit(self, program: Any, *sequence: Any) -> None:
+        self.slots = program(self.slots, *sequence)
+
+    def _run_adapter(self, program: Any, *adapter: Any) -> None:
+        self._weights = replace(self._weights, pool=program(self._weights.pool, *adapter))
+
+    def _run_prefill(self, program: Any, packed: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Returns the hidden states, and those of each row's last token."""
+        self._layers, hidden, last = program(self._weights, self._layers, self.slots.tokens, packed)
+        return hidden, last
+
+    _run_forward = _run_prefill
+
+    def _run_decode(self, program: Any, *inputs: Any) -> tuple[jax.Array, Sampled]:
+        """Returns the hidden states and the sampled tokens."""
+        known, settings = self.slots.tokens, self.slots.settings
+        self._layers, hidden, known, sampled = program(self._weights, self._layers, known, settings, *inputs)
+        self.slots = SlotState(known, settings)
+        return hidden, sampled
+
+    def _run_verify(
+        self, program: Any, packed: np.ndarray, drafted: np.ndarray, masks: np.ndarray | None
+    ) -> tuple[jax.Array, Sampled]:
+        masks = self._all_tokens(len(drafted)) if masks is None else masks
+        return self._run_decode(program, packed, drafted, masks)
+
+    def _run_sample(
+        self, program: Any, last: jax.Array, packed: np.ndarray, chosen: np.ndarray, masks: np.ndarray | None
+    ) -> Sampled:
+        known, settings = self.slots.tokens, self.slots.settings
+        given = self._all_tokens(len(chosen)) if masks is None else masks
+        known, sampled = program(self._weights, known, settings, last, packed, chosen, given)
+        self.slots = SlotState(known, settings)
+        return sampled
+
+    def _run_prompt_logprobs(self, program: Any, hidden: jax.Array, *targets: Any) -> TokenLogprobs:
+        return program(self._weights, hidden, *targets)
+
+    def _masks(self, mask: np.ndarray | None, rows: int) -> np.ndarray | None:
+        """Pads the masks of a step's rows with masks that allow all tokens; None stays None."""
+        if mask is None:
+            return None
+        masks = np.full((rows, mask_words(self._checkpoint.vocab_size)), -1, np.int32)
+        masks[: len(mask)] = mask
+        return masks
 
     def _all_tokens(self, rows: int) -> jax.Array:
         """Returns a device array of masks that allow all tokens, which costs no transfer in each step."""
@@ -386,8 +436,8 @@ class Programs:
         """Computes the log-probability of `targets[i]` after token i of a step."""
         padded = np.zeros(len(result.hidden), np.int32)
         padded[: len(targets)] = targets
-        program = self._compiled["prompt_logprobs", len(padded)]
-        return program(self._weights, result.hidden, padded, np.int32(len(targets)))
+        key: Key = ("prompt_logprobs", len(padded))
+        return self._launch(key, padded, np.int32(len(targets)), after=result.hidden)
 
     def sizes_bytes(self) -> dict[str, int]:
         """Returns the size of the device arrays by purpose."""
@@ -449,8 +499,7 @@ class Programs:
 
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
         """Writes an adapter to a slot of the pool, for use from the next step on."""
-        pool = self._compiled[("adapter",)](self._weights.pool, np.int32(slot), adapter.factors)
-        self._weights = replace(self._weights, pool=pool)
+        self._launch(("adapter",), np.int32(slot), adapter.factors)
 
     def compile_handover(self) -> None:
         """Compiles the programs of `export_pages` and `import_pages`."""
@@ -553,7 +602,7 @@ class Programs:
 
         slots, packed = self.slots, _int32(rows, self._row_fields)
         # Donated pools are updated in place; a copy would need the memory of a second cache.
-        jitted = jax.jit(decode, donate_argnums=(1, 2))
+        jitted = jax.jit(decode, donate_argnums=(1, 2), out_shardings=(None, None, None, self._placement.readable))
         return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed)
 
     def _lowered_forward(self, rows: int) -> Any:
@@ -604,7 +653,7 @@ class Programs:
 
         slots, packed = self.slots, _int32(self._buckets.largest_rows, self._row_fields)
         mask = _int32(tokens, mask_words(self._checkpoint.vocab_size))
-        jitted = jax.jit(verify, donate_argnums=(1, 2))
+        jitted = jax.jit(verify, donate_argnums=(1, 2), out_shardings=(None, None, None, self._placement.readable))
         return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed, _int32(tokens), mask)
 
     def _lowered_sample(self, samples: int, candidates: int = 0) -> Any:
@@ -616,7 +665,7 @@ class Programs:
         last = jax.ShapeDtypeStruct((rows, *self._hidden.shape[1:]), self._hidden.dtype)
         slots, packed = self.slots, _int32(rows, self._row_fields)
         mask = _int32(samples, mask_words(self._checkpoint.vocab_size))
-        jitted = jax.jit(sample, donate_argnums=1)
+        jitted = jax.jit(sample, donate_argnums=1, out_shardings=(None, self._placement.readable))
         return jitted.lower(self._weights, slots.tokens, slots.settings, last, packed, _int32(samples), mask)
 
     def _lowered_prompt_logprobs(self, tokens: int) -> Any:
@@ -624,7 +673,8 @@ class Programs:
             return layer_by_layer(self._step.prompt_logprobs)(weights, hidden, targets, count)
 
         hidden = jax.ShapeDtypeStruct((tokens, 1, *self._hidden.shape[1:]), self._hidden.dtype)
-        return jax.jit(prompt_logprobs).lower(self._weights, hidden, _int32(tokens), _int32())
+        jitted = jax.jit(prompt_logprobs, out_shardings=self._placement.readable)
+        return jitted.lower(self._weights, hidden, _int32(tokens), _int32())
 
     def _lay_out(self, pages: int, layout: PageLayout) -> None:
         """Sets the page layout of steps and new pools."""

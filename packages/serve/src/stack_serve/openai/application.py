@@ -108,6 +108,9 @@ class ModelService(Generic[Config, Metrics]):
             message = f"The server is still starting: {self.progress}. /ready answers 200 when it has."
             raise ApiError(503, message, code="starting", headers={"Retry-After": "5"})
 
+    def check_engines(self) -> None:
+        """Raises an ApiError if none of the engines behind the server runs at the moment."""
+
     def model_card(self, name: str) -> dict[str, Any]:
         """Returns OpenAI's description of a model."""
         return {"id": name, "object": "model", "created": self.created, "owned_by": "stack"}
@@ -147,6 +150,7 @@ class _Standard:
         """Reports whether the server accepts requests."""
         self._service.check_ready()
         self._service.stats()
+        self._service.check_engines()
         return json_response({"status": "ready", "model": self._service.names[0]})
 
     async def _metrics(self, request: Request) -> Response:

@@ -22,7 +22,7 @@ from stack_serve.openai.chat import ChatSerializer
 from stack_serve.openai.completions import CompletionSerializer
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.constraints import constraint_and_field
-from stack_serve.openai.errors import as_api_error, bad_request
+from stack_serve.openai.errors import ApiError, as_api_error, bad_request
 from stack_serve.openai.forced_calls import forced_calls
 from stack_serve.openai.generation import Backend, Generation
 from stack_serve.openai.images import ImageInput
@@ -132,6 +132,12 @@ class Service(ModelService[OpenAIConfig, Metrics]):
         if isinstance(engine, ReportsEngines):
             return engine.engine_stats()
         return [] if engine is None else [engine.stats()]
+
+    def check_engines(self) -> None:
+        engine = None if self._backend is None else self._backend.engine
+        if isinstance(engine, ReportsEngines) and not engine.running_engines:
+            message = "The engine has ended and starts again; see the log of the server for the cause."
+            raise ApiError(503, message, code="restarting", headers={"Retry-After": "5"})
 
     @property
     def adapters(self) -> tuple[str, ...]:

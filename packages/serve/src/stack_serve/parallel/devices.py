@@ -9,7 +9,7 @@ from typing import Literal
 
 from stack_core.abi.errors import HardwareError
 
-__all__ = ["EngineDevices", "divide_devices"]
+__all__ = ["EngineDevices", "devices_of_hosts", "divide_devices"]
 
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 
@@ -25,6 +25,24 @@ class EngineDevices:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
+
+
+def devices_of_hosts(hosts: int, devices: int) -> EngineDevices:
+    """Returns the devices of one engine on each of its hosts, which are all GPUs or TPU chips that JAX finds there.
+
+    Args:
+      hosts: number of hosts.
+      devices: number of devices on all hosts together.
+    """
+    if _platform(Path("/")) == "cpu":
+        return EngineDevices(_as_cpu_devices(devices // hosts))
+    return EngineDevices()
+
+
+def _as_cpu_devices(count: int) -> dict[str, str]:
+    """Returns the environment in which JAX presents the cores as `count` devices."""
+    flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={count}"]
+    return {"XLA_FLAGS": " ".join(flags).strip()}
 
 
 def divide_devices(engines: int, devices: int, *, root: Path = Path("/")) -> list[EngineDevices]:
@@ -51,9 +69,8 @@ def divide_devices(engines: int, devices: int, *, root: Path = Path("/")) -> lis
         )
     if platform == "cpu":
         share = len(found) // engines
-        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
         # XLA reads NPROC for the size of its thread pool, which exists before the process is bound to its cores.
-        environment = {"NPROC": str(share)} | ({"XLA_FLAGS": " ".join(flags).strip()} if devices > 1 else {})
+        environment = {"NPROC": str(share)} | (_as_cpu_devices(devices) if devices > 1 else {})
         parts = [found[place * share : (place + 1) * share] for place in range(engines)]
         return [EngineDevices(environment, tuple(map(int, part))) for part in parts]
     parts = [found[place * devices : (place + 1) * devices] for place in range(engines)]

@@ -27,11 +27,12 @@ from stack_core.abi.generation import (
 )
 from stack_serve.llm.compiled_programs import Progress as ReportProgress
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.group_checks import check_config, refusal_over_hosts
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
 from stack_serve.llm.pages import extend_digests
 from stack_serve.parallel.config import ParallelConfig
-from stack_serve.parallel.devices import EngineDevices, divide_devices
+from stack_serve.parallel.devices import EngineDevices, devices_of_hosts, divide_devices
 from stack_serve.parallel.hosted import Handover, OpenEngine, Progress
 from stack_serve.parallel.process import ReplicaProcess
 from stack_serve.parallel.router import Router
@@ -107,7 +108,11 @@ class ParallelEngine(Engine):
         devices: Sequence[EngineDevices] | None = None,
     ) -> None:
         self._count, self._decoding = parallel.engines, parallel.data_parallel
-        self._devices = divide_devices(self._count, config.tensor * config.expert) if devices is None else devices
+        self._chips = config.tensor * config.expert
+        if parallel.hosts > 1:
+            check_config(config, parallel.hosts)
+            devices = [devices_of_hosts(parallel.hosts, self._chips)] if devices is None else devices
+        self._devices = divide_devices(self._count, self._chips) if devices is None else devices
         self._open, self._config, self._parallel = open_engine, config, parallel
         self._progress = progress
         self._reports: dict[int, Progress] = {}
@@ -143,6 +148,16 @@ class ParallelEngine(Engine):
     def pids(self) -> tuple[int | None, ...]:
         """Process ids of the engines; None for an engine that is not running."""
         return tuple(None if process is None else process.pid for process in self._processes)
+
+    @property
+    def running_engines(self) -> int:
+        """Number of engines that run."""
+        return sum(process is not None for process in self._processes)
+
+    def processes(self, engine: int) -> tuple[int | None, ...]:
+        """Returns the process ids of one engine, one for each of its hosts; () if it is not running."""
+        process = self._processes[engine]
+        return () if process is None else process.pids
 
     def prepare(self) -> None:
         """Starts all engines, which compile enough programs to serve requests."""
@@ -254,6 +269,8 @@ class ParallelEngine(Engine):
             them into use and therefore starts again; names the versions of the engines.
         """
         check_policy(kv)
+        if self._parallel.hosts > 1:  # before the copies are sent
+            raise GenerationError(refusal_over_hosts("New weights"))
         with self._changes:
             with self._lock:
                 self._check_awake()
@@ -392,6 +409,8 @@ class ParallelEngine(Engine):
         process = ReplicaProcess(
             self._devices[number],
             self._open,
+            cluster=self._parallel.cluster,
+            count=self._chips if self._parallel.hosts > 1 else None,
             name=f"engine {number}",
             receive=partial(self._receive, number),
             progress=partial(self._report, number),

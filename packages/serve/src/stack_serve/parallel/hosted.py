@@ -18,12 +18,22 @@ from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineStopped
 from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate, SamplingParams
 from stack_core.runtime.outbox import Outbox
+from stack_core.runtime.processes import joined
 from stack_core.runtime.raised import Raised
 from stack_core.runtime.transfer import Transfers
 from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.new_weights import KeysOfOldWeights
 
-__all__ = ["EngineProperties", "Failure", "Handover", "HostedReplica", "OpenEngine", "Progress", "Result"]
+__all__ = [
+    "EngineProperties",
+    "Failure",
+    "Handover",
+    "HostedReplica",
+    "OpenEngine",
+    "Progress",
+    "Result",
+    "host_engine",
+]
 
 OpenEngine = Callable[[Callable[[str, int, int], None]], Engine]
 """Constructs the engine, given a callback for the progress of compilation."""
@@ -90,6 +100,14 @@ class EngineProperties:
     adapters: tuple[str, ...]
 
 
+def host_engine(
+    open_engine: OpenEngine, emit: Callable[[Any], None], numerics: Mapping[str, Any], cores: Sequence[int]
+) -> "HostedReplica | HostedFollower":
+    """Returns the object of a process of an engine; see `HostedReplica` for the arguments."""
+    kind = HostedReplica if joined().first else HostedFollower
+    return kind(open_engine, emit, numerics, cores)
+
+
 class HostedReplica:
     """An engine as the object of a mesh. It emits lists of updates, `EngineStats`, `Result`, `Progress` and `Failure`.
 
@@ -113,12 +131,7 @@ class HostedReplica:
         numerics: Mapping[str, Any],
         cores: Sequence[int],
     ) -> None:
-        if cores:
-            # A thread inherits the cores of its parent, and those that exist are bound one by one.
-            for task in Path("/proc/self/task").iterdir():
-                os.sched_setaffinity(int(task.name), cores)
-        for name, value in numerics.items():
-            jax.config.update(name, value)
+        _prepare_process(numerics, cores)
         self._engine: Engine | None = None
         self._sent: EngineStats | Failure | None = None
         self._outbox = Outbox(emit, self._changed_stats)
@@ -281,3 +294,40 @@ class HostedReplica:
             return []
         self._sent = found
         return [found]
+
+
+class HostedFollower:
+    """A later process of an engine over several hosts, which repeats the launches of the first one.
+
+    Emits a `Failure` if it cannot, since the first process would then wait forever. Takes the arguments of
+    `HostedReplica`.
+    """
+
+    def __init__(
+        self,
+        open_engine: OpenEngine,
+        emit: Callable[[Any], None],
+        numerics: Mapping[str, Any],
+        cores: Sequence[int],
+    ) -> None:
+        _prepare_process(numerics, cores)
+        self._engine: Any = open_engine(lambda program, compiled, total: None)
+        self._emit = emit
+        threading.Thread(target=self._follow, name="stack-follower", daemon=True).start()
+
+    def _follow(self) -> None:
+        try:
+            self._engine.follow()
+        except Exception as error:  # any error of a device, of XLA or of a model
+            _LOG.exception("Process %d of the engine failed", joined().id)
+            self._emit([Failure(f"Process {joined().id} of the engine failed: {type(error).__name__}: {error}")])
+
+
+def _prepare_process(numerics: Mapping[str, Any], cores: Sequence[int]) -> None:
+    """Binds this process to its cores and sets the options of JAX."""
+    if cores:
+        # A thread inherits the cores of its parent, and those that exist are bound one by one.
+        for task in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(task.name), cores)
+    for name, value in numerics.items():
+        jax.config.update(name, value)

@@ -12,13 +12,13 @@ import jax
 
 from stack_core.abi.errors import ClusterError, EngineStopped, StackError
 from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
-from stack_core.runtime.config import EngineProcessConfig
+from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.hosted_engine import NUMERICS
 from stack_core.runtime.object_process import Arguments, ObjectProcess
 from stack_core.runtime.raised import Raised
 from stack_serve.llm.new_weights import KeysOfOldWeights
 from stack_serve.parallel.devices import EngineDevices
-from stack_serve.parallel.hosted import EngineProperties, Failure, Handover, HostedReplica, OpenEngine, Progress, Result
+from stack_serve.parallel.hosted import EngineProperties, Failure, Handover, OpenEngine, Progress, Result, host_engine
 
 __all__ = ["ReplicaProcess"]
 
@@ -28,9 +28,13 @@ _CLOSE_S = 10.0  # for the engine to finish its step and to end its requests
 class ReplicaProcess:
     """One engine process, which is never restarted. Methods may be called from any thread.
 
+    An engine over several hosts has a process on each. All end together.
+
     Args:
-      devices: devices of the process.
-      open_engine: function that constructs the engine in the process, sent by cloudpickle.
+      devices: devices of the process, on each host.
+      open_engine: function that constructs the engine in each process, sent by cloudpickle.
+      cluster: hosts of the engine.
+      count: number of devices on all hosts; None is the first device of a process on one host.
       name: name of the engine for messages.
       receive: called with each update on a thread of this object; it must not block.
       progress: called with the progress of compilation.
@@ -46,6 +50,8 @@ class ReplicaProcess:
         devices: EngineDevices,
         open_engine: OpenEngine,
         *,
+        cluster: ClusterConfig,
+        count: int | None = None,
         name: str,
         receive: Callable[[GenerationUpdate], None],
         progress: Callable[[Progress], None],
@@ -59,12 +65,11 @@ class ReplicaProcess:
         self.stats: EngineStats | None = None
         self.properties: EngineProperties | None = None
         numerics = {option: jax.config.values[option] for option in NUMERICS}
-        config = EngineProcessConfig()
         self._process = ObjectProcess(
-            config.cluster,
-            {"data": 1},
+            cluster,
+            {"data": count or 1},
             devices.environment,
-            partial(HostedReplica, open_engine),
+            partial(host_engine, open_engine),
             lambda mesh: (numerics, devices.cores),
             name=name,
             receive=self._receive,
@@ -73,8 +78,13 @@ class ReplicaProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process."""
+        """The id of the process, of the first one if there are several."""
         return self._process.pid
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """The id of the process on each host."""
+        return self._process.pids
 
     @property
     def is_closed(self) -> bool:

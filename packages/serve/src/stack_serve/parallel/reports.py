@@ -15,3 +15,8 @@ class ReportsEngines(Protocol):
     def engine_stats(self) -> Sequence[EngineStats | None]:
         """Returns the statistics of each engine; None for an engine that is not running."""
         ...
+
+    @property
+    def running_engines(self) -> int:
+        """Number of engines that run, that is, are neither starting again nor given up."""
+        ...

@@ -21,6 +21,7 @@ from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.generation import SamplingParams
 from stack_core.abi.mesh import DEFAULT_RULES, AnyMesh, LogicalAxes
 from stack_core.ops.building import is_quantized
+from stack_core.runtime.gathering import place_copies
 from stack_core.text.embeddings import EmbeddingSettings, TextEncoder
 from stack_core.text.images import ImageReader
 from stack_train.data.tokenizer import HuggingFaceTokenizer
@@ -122,7 +123,7 @@ class ModuleCheckpoint:
         params = {}
         for path, value in self.read(shardings):
             place = None if shardings is None else _at(path, shardings)
-            params[path] = jax.device_put(_as_computed(value, axes[path], self.dtype), place)
+            params[path] = place_copies(_as_computed(value, axes[path], self.dtype), place)
         loaded = nnx.traversals.unflatten_mapping(params)
         if self.generates and not jax.tree.leaves(self.states):
             self._check_stateless(loaded)

@@ -192,7 +192,7 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         outer_every_steps=None if program.step.outer is None else program.step.outer.every_steps,
         outer_instructions=frozenset()
         if program.step.outer is None or compiled is None
-        else outer_instructions(parse_hlo(compiled.as_text())),
+        else outer_instructions(parse_hlo(compiled.as_text() or "")),
     )
 
 

@@ -16,6 +16,7 @@ from stack_core.programs.jaxprs import bind, equations_of, inner
 
 __all__ = ["contains_half_gather", "gather_rows"]
 
+_CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call"})
 _DTYPES = ("bfloat16", "float16", "int4")
 
 
@@ -25,7 +26,7 @@ def contains_half_gather(equation: Any) -> bool:
         return False
     if equation.primitive.name == "gather":
         return equation.invars[0].aval.dtype.name in _DTYPES
-    called = inner(equation) if equation.primitive.name in ("jit", "pjit") else None
+    called = inner(equation) if equation.primitive.name in _CALLS else None
     return called is not None and any(map(contains_half_gather, equations_of(called).eqns))
 
 

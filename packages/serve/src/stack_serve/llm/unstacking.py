@@ -157,7 +157,9 @@ def _results(equation: Any, operands: Sequence[Any]) -> list[Any]:
         if equation.primitive.name in _CALLS:
             return _run(inner(equation), operands)
     if contains_half_gather(equation):
-        return _run(inner(equation), operands) if equation.primitive.name in _CALLS else gather_rows(equation, operands)
+        return (
+            gather_rows(equation, operands) if equation.primitive.name == "gather" else _run(inner(equation), operands)
+        )
     return bind(equation, list(map(_stacked, operands)))
 
 

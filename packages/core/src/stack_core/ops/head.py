@@ -1,5 +1,6 @@
 """Output head of a language model: logits, or the cross-entropy without materializing all logits."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +14,10 @@ from stack_core.ops.definitions.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["Head"]
 
+_FEW_ROWS = 64
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias"], meta_fields=["scale", "softcap"])
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "table"], meta_fields=["scale", "softcap"])
 @dataclass(frozen=True)
 class Head:
     """Output head of a language model: logits = cap(scale * h W + b), with cap(x) = softcap * tanh(x / softcap).
@@ -22,6 +25,8 @@ class Head:
     Attributes:
       weight: W, [embed, vocab].
       bias: b, [vocab], or None.
+      table: the transposed weight, [vocab, embed], if it is stored so and not split over devices. The logits of a few
+        rows are then products of its rows: transposing it on a CPU takes longer than the product.
       scale: factor applied to the hidden states before the product.
       softcap: bound on the magnitude of the logits; None disables the cap.
     """
@@ -30,11 +35,17 @@ class Head:
     bias: Any = None
     scale: float = 1.0
     softcap: float | None = None
+    table: Any = None
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Computes float32 logits[..., vocab]."""
-        axes = {"x": (*_rows(hidden), "act_embed"), "weight": ("act_embed", "act_vocab")}
-        logits = linear(self._scaled(hidden), self.weight, preferred_dtype=jnp.float32, axes=axes)
+        hidden, rows = self._scaled(hidden), math.prod(hidden.shape[:-1])
+        if self.table is not None and rows <= _FEW_ROWS:
+            flat = hidden.reshape(rows, hidden.shape[-1])
+            logits = linear(self.table, flat.T, preferred_dtype=jnp.float32).T.reshape(*hidden.shape[:-1], -1)
+        else:
+            axes = {"x": (*_rows(hidden), "act_embed"), "weight": ("act_embed", "act_vocab")}
+            logits = linear(hidden, self.weight, preferred_dtype=jnp.float32, axes=axes)
         if self.bias is not None:
             logits = logits + self.bias.astype(jnp.float32)
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)

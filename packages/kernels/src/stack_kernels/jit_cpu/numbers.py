@@ -49,9 +49,9 @@ def read(builder: Builder, dtype: str, pointer: Any, lanes: int, mask: Any | Non
 
 
 def read_pairs(builder: Builder, dtype: str, pointer: Any, lanes: int, levels: Any) -> tuple[Any, Any]:
-    """Reads the next `2 * lanes` values of 4 bits of a row as float32: those of even columns, and those of odd columns.
+    """Reads the next `2 * lanes` values of 4 bits of a row as float32, and returns even and odd columns separately.
 
-    Takes fewer than half the instructions of two calls of `read`, which keeps the order of the columns.
+    Takes fewer than half the instructions of two calls of `read`.
 
     Args:
       builder: the builder of the function.

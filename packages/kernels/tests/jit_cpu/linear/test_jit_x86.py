@@ -8,7 +8,7 @@ import pytest
 
 from stack_core import ops
 from stack_core.abi.errors import UnsupportedOp
-from stack_core.abi.ops import QView
+from stack_core.abi.ops import OpCall, QView
 from stack_core.chips import current_chip
 from stack_core.testing import OpCheck, Quantized, op_checks
 from stack_kernels.jit_cpu import host
@@ -80,6 +80,20 @@ def test_zero_points_of_tiles_are_subtracted(
     view = QView((1, 0), codes, jnp.asarray(scale), jnp.asarray(zero_point), "zero points")
     found = jax.jit(lambda x: few_rows_product(x, QuantizedView(view)))(x)
     _assert_equal(found, x.astype(np.float64) @ (values * np.repeat(scale, tile, axis=0)))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("columns", [1, 5])
+@pytest.mark.parametrize("rows", [4096, 4101])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_many_rows_of_a_table_are_multiplied_with_few_columns(
+    processor: Processor, dtype: str, rows: int, columns: int
+) -> None:
+    rng = np.random.default_rng(rows)
+    x, weight = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((rows, 48), (48, columns)))
+    call = OpCall("linear", {"x": x, "weight": weight, "bias": None}, {})
+    assert JIT_X86.supports(call, current_chip()) is True
+    _assert_equal(_product(x, weight), np.asarray(x, np.float64) @ np.asarray(weight, np.float64))
 
 
 @pytest.mark.covering

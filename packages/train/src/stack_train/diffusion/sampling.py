@@ -350,9 +350,8 @@ def open_run(directory: Path) -> ImageSampler:
     encoders = None
     if isinstance(config.data, CaptionedData):
         identity = EncoderIdentity.read(directory)
-        encoders = open_encoders(
-            Path(identity.directory), text_tokens=identity.text_tokens, text_dim=config.model.text_dim
-        )
+        text_dim = getattr(config.model, "text_dim", None)
+        encoders = open_encoders(Path(identity.directory), text_tokens=identity.text_tokens, text_dim=text_dim)
         # The directory may have changed since the training.
         identity.check(encoders)
         encoders.check(config.model)

@@ -91,11 +91,13 @@ def head_of(
       lm_head: parameter [embed, vocab], or None.
       scale, softcap: see `Head`.
     """
-    weight = read_weight(embedding, dtype).T if lm_head is None else read_weight(lm_head, dtype)
+    stored = read_weight(embedding if lm_head is None else lm_head, dtype)
+    weight = stored.T if lm_head is None else stored
+    is_table = lm_head is None and not is_quantized(weight) and jax.sharding.get_abstract_mesh().empty
     if not is_quantized(weight):
         # Gathered once here; otherwise the loss would gather it in every iteration of its loop over chunks of rows.
         weight = constrain(weight, "act_embed", "act_vocab", name="head")
-    return Head(weight, scale=scale, softcap=softcap)
+    return Head(weight, scale=scale, softcap=softcap, table=stored if is_table else None)
 
 
 @jax.custom_jvp

@@ -1,4 +1,4 @@
-"""`linear` of a few rows on CPUs, in machine code: for decoding, which is bound by reading weights."""
+"""`linear` of a few rows or columns on CPUs, in machine code: for decoding, which is bound by reading weights."""
 
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ from stack_core.chips import Chip
 from stack_core.ops.building import forward_only, is_quantized
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.linear.block import Product
+from stack_kernels.jit_cpu.linear.dots import RowDots, dots_module
 from stack_kernels.jit_cpu.linear.streams import SEGMENT_COLUMNS, STREAMS, StreamedProduct, streamed_module
 from stack_kernels.jit_cpu.linear.tiles import product_module
 from stack_kernels.jit_cpu.numbers import BITS
@@ -26,6 +27,8 @@ __all__ = ["JIT_X86", "few_rows_product", "supports_few_rows"]
 _MAX_ROWS = 64
 _MAX_ROWS_WITH_TILES = 8
 _MAX_STREAMED_ROWS = {"float32": 8, "bfloat16": 4, "int8": 8}
+_MIN_ROWS_OF_DOTS = 2**12
+"""Fewer rows of `x` are no vocabulary, and XLA's products are as fast."""
 _PART_ROWS = 64
 _LEVELS = 16
 _STREAMED_BYTES = 2**22
@@ -54,6 +57,27 @@ def supports_few_rows(call: OpCall, chip: Chip, config: Any = None) -> bool | st
         if answer is not True:
             return answer
     return True
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    return (host.on_this_cpu(call, chip) is True and _has_few_columns(call)) or supports_few_rows(call, chip, config)
+
+
+def _has_few_columns(call: OpCall) -> bool:
+    """Returns whether `x` is a matrix of a vocabulary's size, and the weight has up to 64 columns."""
+    x, weight = call.arrays["x"], call.arrays["weight"]
+    if is_quantized(x) or is_quantized(weight) or call.arrays.get("bias") is not None or x.ndim != 2:
+        return False
+    is_wide = x.dtype.name in ("float32", "bfloat16", "float16") and x.shape[1] % 16 == 0
+    return is_wide and x.shape[0] >= _MIN_ROWS_OF_DOTS and weight.shape[1] <= _MAX_ROWS
+
+
+def _few_columns_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Computes x[rows, k] @ weight[k, columns] as float32[rows, columns]."""
+    product, columns = RowDots(x.dtype.name), weight.T.astype(jnp.float32)
+    result = jax.ShapeDtypeStruct((len(columns), len(x)), jnp.float32)
+    build = functools.partial(dots_module, product)
+    return host.kernel_call(product.name, build, result, x, columns, flops=2 * x.size * len(columns)).T
 
 
 def _products(call: OpCall) -> set[str]:
@@ -110,19 +134,19 @@ def _product_of_codes(rows: jax.Array, view: QView) -> jax.Array:
         part = _part_rows(view.qvalue, 2 * _PART_ROWS)
         if part % STREAMS == 0:
             return _streamed(rows.astype(jnp.float32), view.qvalue, part) * _column_scales(view, 1)
-    tiles, has_zero_point = len(view.scale), view.zero_point is not None
+    tiles, zero_point = len(view.scale), view.zero_point
     product = Product(
         len(rows),
         view.qvalue.dtype.name,
         scaled=True,
         has_codebook=view.codebook is not None,
-        has_zero_point=has_zero_point,
+        has_zero_point=zero_point is not None,
     )
     rows = rows.astype(jnp.float32)
-    zero_points = [_of_columns(view.zero_point, view, tiles), _sums_of_tiles(rows, tiles)] if has_zero_point else []
+    shifts = [] if zero_point is None else [_of_columns(zero_point, view, tiles), _sums_of_tiles(rows, tiles)]
     # A code beyond the last level counts as the last, as in `linear.codes`.
     levels = [] if view.codebook is None else [jnp.pad(view.codebook, (0, _LEVELS - len(view.codebook)), mode="edge")]
-    return _call(product, rows, view.qvalue, _column_scales(view, tiles), *zero_points, *levels)
+    return _call(product, rows, view.qvalue, _column_scales(view, tiles), *shifts, *levels)
 
 
 def _product_of_zero_points(x: Any, weight: QView) -> jax.Array:
@@ -229,6 +253,8 @@ def _of_columns(numbers: jax.Array, weight: QView, tiles: int) -> jax.Array:
 
 
 def _linear(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> jax.Array:
+    if not is_quantized(x) and math.prod(x.shape[:-1]) > _MAX_ROWS:
+        return _few_columns_product(x, weight).astype(preferred_dtype)
     result = few_rows_product(x, weight)
     if bias is not None:
         result = result + bias.astype(jnp.float32)
@@ -240,7 +266,7 @@ JIT_X86 = OpImplementation(
     name="jit_x86",
     forward=forward_only(_linear),
     platforms=("cpu",),
-    supports=supports_few_rows,
+    supports=_supports,
     is_opaque=True,
     exports=False,
     priority=2,

@@ -1,12 +1,13 @@
-"""Continues the same prompts with this repository, transformers and llama.cpp in turn, and compares them.
+"""Continues the same prompts with this repository, transformers, vLLM and llama.cpp in turn, and compares them.
 
     nox -s bench -- serve_vs_peers
+    nox -s bench -- serve_vs_peers --workload smollm2                # a published model
     nox -s bench -- serve_vs_peers --engines stack --before main     # what a change costs
 
-Speed drifts on a shared machine, so the engines take turns, each in a separate process with a random Llama, and ratios
-are formed within a round. Writes `results/serve_vs_peers.md` and `.json`; precisions that are not measured again stay
-in them. `--before COMMIT` adds an engine: this repository's at that commit, built in a separate environment. The ratios
-over it are printed, and saved in a record that names the commit.
+Speed drifts on a shared machine, so the engines take turns, each in a separate process with a random Llama, or with
+SmolLM2-135M-Instruct, and ratios are formed within a round. Writes `results/serve_vs_peers.md` and `.json`; precisions
+that are not measured again stay in them. `--before COMMIT` adds an engine: this repository's at that commit, built in a
+separate environment. The ratios over it are printed, and saved in a record that names the commit.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from report import RESULTS, circumstances, write
 from serving.engines import ENGINES, OURS, REFERENCE, Engine, Places, engine_of
 from serving.summary import Contender, markdown, ratios_over
 from serving.worker import Worker
-from serving.workload import Workload
+from serving.workload import WORKLOADS, Workload
 
 _WARM_UP_SEED = 1_000_000
 _WARM_UPS = 2  # PyTorch compiles at the second call what it took for constant at the first
@@ -35,13 +36,14 @@ _WARM_UPS = 2  # PyTorch compiles at the second call what it took for constant a
 def main() -> None:
     options = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
-    workload = Workload()
+    workload = WORKLOADS[options.workload]
     engines = [engine for engine in ENGINES if engine.name in options.engines]
-    name = "serve_vs_peers"
+    name = "serve_vs_peers" if options.workload == "random" else f"serve_vs_peers-{options.workload}"
     if options.before is not None:
         engines.append(engine_of(options.before))
         name = f"{name}-before-{options.before[:12]}"
-    places = Places(options.environments.resolve(), options.models.resolve())
+    models = options.models if options.workload == "random" else options.models / options.workload
+    places = Places(options.environments.resolve(), models.resolve())
     record = _record(options.results / f"{name}.json", workload)
     for compared in options.precisions:
         contenders = [
@@ -50,8 +52,8 @@ def main() -> None:
             for precision, at in engine.precisions.items()
             if at == compared
         ]
-        known = [run for run in record["runs"] if Contender(run["engine"], run["precision"]).compared_at != compared]
-        record |= circumstances() | {"runs": known, "peaks": _peaks()}
+        known = {key: _without(record.get(key, []), compared) for key in ("runs", "starts")}
+        record |= circumstances() | known | {"peaks": _peaks()}
         if compared == "fp32":
             record["agreement"] = None
         measured(contenders, engines, places, workload, options, record)
@@ -62,10 +64,14 @@ def main() -> None:
 
 def _record(path: Path, workload: Workload) -> dict[str, Any]:
     """What was measured before, of the same workload, or nothing."""
-    record = json.loads(path.read_text()) if path.exists() else {}
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if record.get("workload") == asdict(workload):
         return record
-    return {"workload": asdict(workload), "versions": {}, "runs": [], "agreement": None}
+    return {"workload": asdict(workload), "versions": {}, "runs": [], "starts": [], "agreement": None}
+
+
+def _without(runs: Sequence[dict[str, Any]], precision: str) -> list[dict[str, Any]]:
+    return [run for run in runs if Contender(run["engine"], run["precision"]).compared_at != precision]
 
 
 def measured(
@@ -84,10 +90,13 @@ def measured(
             print(f"starting {contender}", file=sys.stderr, flush=True)
             engine = known[contender.engine]
             command = engine.command(places, workload, contender.precision)
+            if options.workload != "random":
+                command += ["--workload", options.workload]
             log = places.models / f"{contender.engine}-{contender.precision}.log"
-            workers[contender] = Worker(command, log, {"JAX_PLATFORMS": "cpu"})
-            stack.callback(workers[contender].close)
             record["versions"][engine.name] = _versions(command[0], engine)
+            workers[contender], starts = _started(command, log, options.starts)
+            record["starts"] += [asdict(contender) | start for start in starts]
+            stack.callback(workers[contender].close)
             for batch in sorted(options.batches, reverse=True):
                 for _ in range(_WARM_UPS):
                     workers[contender].ask(workload=workload, batch=batch, seed=_WARM_UP_SEED)
@@ -99,6 +108,20 @@ def measured(
                     run = {**asdict(contender), "batch": batch, "round": number, **answer}
                     record["runs"].append({name: value for name, value in run.items() if name != "tokens"})
                     print(json.dumps(record["runs"][-1]), flush=True)
+
+
+def _started(command: Sequence[str | Path], log: Path, starts: int) -> tuple[Worker, list[dict[str, float]]]:
+    """Starts a worker `1 + starts` times; returns the last one, and what all starts but the first one took.
+
+    The first start fills the caches of compiled programs and of the system.
+    """
+    figures: list[dict[str, float]] = []
+    worker = Worker(command, log, {"JAX_PLATFORMS": "cpu"})
+    for _ in range(starts):
+        worker.close()
+        worker = Worker(command, log, {"JAX_PLATFORMS": "cpu"})
+        figures.append(worker.start)
+    return worker, figures
 
 
 def one_round(
@@ -142,14 +165,21 @@ def _arguments() -> argparse.Namespace:
     names = [engine.name for engine in ENGINES]
     parser.add_argument("--engines", nargs="*", choices=names, default=names)
     parser.add_argument("--before", type=before.full_commit, help="a commit of this repository, as one more engine")
-    parser.add_argument("--precisions", nargs="*", choices=("fp32", "bf16", "int8"), default=("fp32", "bf16", "int8"))
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="random")
+    parser.add_argument("--precisions", nargs="*", choices=("fp32", "bf16", "int8", "q4"), help="by default all")
     parser.add_argument("--batches", nargs="*", type=int, choices=(1, 8, 32), default=(1, 8, 32))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=3, help="measured starts of each engine")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "stack")
     parser.add_argument("--environments", type=Path, default=cache / "bench-envs", help="where peers are installed")
     parser.add_argument("--models", type=Path, default=cache / "bench-models", help="where models are written")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.precisions is None:
+        options.precisions = ["fp32", "bf16", "int8", *(["q4"] if options.workload == "smollm2" else [])]
+    elif "q4" in options.precisions and options.workload != "smollm2":
+        parser.error("--precisions q4 needs --workload smollm2, which is published with weights of four bits")
+    return options
 
 
 if __name__ == "__main__":

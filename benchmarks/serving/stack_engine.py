@@ -1,13 +1,12 @@
 """This repository's engine, in process; runs in the environment that runs the benchmark.
 
-Usage: python stack_engine.py HUGGING_FACE_DIR|RUN
+Usage: python stack_engine.py HUGGING_FACE_DIR|RUN|FORMAT:PATH --workload NAME
 """
 
 import threading
 import time
 
 from serving.worker import Arrivals, Stream, arguments, serve
-from serving.workload import Workload
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.runtime.compile_cache import keep_compiled
@@ -19,10 +18,10 @@ from stack_serve.llm.engine import LLMEngine
 def main() -> None:
     restart_with_huge_pages()  # as `stack serve` does
     options = arguments()
-    workload = Workload()
+    workload = options.workload
     keep_compiled()
     config = EngineConfig(max_tokens=workload.prompt_tokens + workload.new_tokens)
-    engine = LLMEngine(open_for_generation(str(options.model)), config)
+    engine = LLMEngine(open_for_generation(options.model), config)
     engine.warm_up()
     engine.start()
 
@@ -34,7 +33,7 @@ def main() -> None:
             engine.submit(request, call.receive)
         return [call.stream() for call in calls]
 
-    serve(generate)
+    serve(generate, workload)
     engine.close()
 
 

@@ -1,6 +1,6 @@
 """This repository's engine behind its HTTP server, with a client in this process; runs in the benchmark's environment.
 
-Usage: python stack_http.py HUGGING_FACE_DIR|RUN
+Usage: python stack_http.py HUGGING_FACE_DIR|RUN|FORMAT:PATH --workload NAME
 """
 
 import asyncio
@@ -11,13 +11,12 @@ from pathlib import Path
 
 from serving.completions import body_of, tokens_of
 from serving.worker import Arrivals, Stream, arguments, serve
-from serving.workload import Workload
 from stack_serve.client.endpoint import Endpoint
 
 
 def main() -> None:
     options = arguments()
-    workload = Workload()
+    workload = options.workload
     stack = Path(sys.executable).with_name("stack")
     size = ["--max-tokens", str(workload.prompt_tokens + workload.new_tokens)]
     server = subprocess.Popen(
@@ -29,7 +28,7 @@ def main() -> None:
     def generate(prompts: list[list[int]], new_tokens: int) -> Arrivals:
         return asyncio.run(_generate(address, prompts, new_tokens))
 
-    serve(generate, processes=[server.pid])
+    serve(generate, workload, processes=[server.pid])
     server.terminate()
     server.wait()
 

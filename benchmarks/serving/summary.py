@@ -8,7 +8,7 @@ from typing import Any
 from report import table
 
 from serving.engines import ENGINES, OURS, OVER_HTTP
-from serving.workload import Workload
+from serving.workload import WORKLOADS, Workload
 
 __all__ = ["Contender", "markdown", "ratios_over"]
 
@@ -20,8 +20,13 @@ _FIGURES = {
     "cpu_s": ("CPU-s", 1.0),
     "peak_rss_bytes": ("peak memory, MB", 1e-6),
 }
+_STARTS = {
+    "ready_s": ("ready, s", 1.0),
+    "cpu_s": ("CPU-s until ready", 1.0),
+    "resident_bytes": ("resident when ready, MB", 1e-6),
+}
 # Bytes of a weight, and the products that the machine's peak is of.
-_WEIGHTS = {"fp32": (4, "float32"), "bf16": (2, "bfloat16"), "int8": (1, "int8")}
+_WEIGHTS = {"fp32": (4, "float32"), "bf16": (2, "bfloat16"), "int8": (1, "int8"), "q4": (20 / 32, "float32")}
 
 Runs = list[Mapping[str, Any]]
 
@@ -43,13 +48,13 @@ class Contender:
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    machine, runs = record["machine"], record["runs"]
+    machine, runs, workload = record["machine"], record["runs"], Workload(**record["workload"])
     rounds = max(run["round"] for run in runs) + 1
     lines = [
         "# Serving beside its peers",
         "",
         f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}, {machine['memory_bytes'] / 1e9:.0f} GB. "
-        f"Llama with random weights: {Workload(**record['workload']).title()}; greedy.",
+        f"{_model(workload)}: {workload.title()}; greedy.",
         f"Medians of {rounds} rounds in which the engines took turns. Decoding is counted from when all streams have "
         "their first token. First tokens are told of the median stream, then of the last. CPU time and memory are the "
         "engine's process, of the HTTP server without its client.",
@@ -62,9 +67,25 @@ def markdown(record: Mapping[str, Any]) -> str:
     for batch in batches:
         here = [run for run in runs if run["batch"] == batch]
         lines += [f"## {batch} at once", "", *_figures(here, batch, record), "", *_ratios(here), ""]
+    if record.get("starts"):
+        lines += ["## Start", "", *_starts(record["starts"]), ""]
     versions = record["versions"].items()
     lines += [f"- {name}: " + ", ".join(f"{key} {value}" for key, value in each.items()) for name, each in versions]
     return "\n".join(lines) + "\n"
+
+
+def _model(workload: Workload) -> str:
+    return "SmolLM2-135M-Instruct" if workload == WORKLOADS["smollm2"] else "Llama with random weights"
+
+
+def _starts(starts: Runs) -> list[str]:
+    """Medians of the starts of each contender; caches of compiled programs are filled by an earlier start."""
+    rows = []
+    for contender in _contenders(starts):
+        own = [start for start in starts if Contender(start["engine"], start["precision"]) == contender]
+        medians = {figure: statistics.median(start[figure] for start in own) for figure in _STARTS}
+        rows.append([str(contender), *(f"{scale * medians[figure]:.3g}" for figure, (_, scale) in _STARTS.items())])
+    return table(["", *(heading for heading, _ in _STARTS.values())], rows)
 
 
 def ratios_over(runs: Runs, theirs: str) -> Iterable[str]:

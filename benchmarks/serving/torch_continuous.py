@@ -1,6 +1,6 @@
 """transformers' continuous batching; runs in PyTorch's environment.
 
-    python torch_continuous.py HUGGING_FACE_DIR
+    python torch_continuous.py HUGGING_FACE_DIR --workload NAME
 
 `generate_batch` would make a cache and a thread for every call; here it keeps them, as a server does.
 """
@@ -29,7 +29,7 @@ def main() -> None:
         )
         return [Stream(output.generated_tokens, output.timestamps) for output in made.values()]
 
-    serve(generate)
+    serve(generate, options.workload)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """transformers' `generate` on PyTorch, eager or compiled with a static cache; runs in PyTorch's environment.
 
-python torch_generate.py HUGGING_FACE_DIR --mode eager|compiled
+python torch_generate.py HUGGING_FACE_DIR --workload NAME --mode eager|compiled
 """
 
 import time
@@ -46,7 +46,7 @@ def main() -> None:
         )
         return [Stream(row, clock.times_s) for row in made[:, tokens.shape[1] :].tolist()]
 
-    serve(generate)
+    serve(generate, options.workload)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.workload import Workload, prompts
+from serving.workload import WORKLOADS, Workload, prompts
 
 _AWAKE_S = 0.05  # for all threads to run again
 
@@ -42,24 +42,27 @@ Generate = Callable[[list[list[int]], int], Arrivals]
 
 
 def arguments(*names: str) -> argparse.Namespace:
-    """The command line of a worker: the model, and `--NAME VALUE` for each of `names`."""
+    """Reads the command line of a worker: the model, its workload, and `--NAME VALUE` for each of `names`."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("--workload", type=WORKLOADS.__getitem__, required=True)
     for name in names:
         parser.add_argument(f"--{name}", required=True)
     return parser.parse_args()
 
 
-def serve(generate: Generate, *, processes: Sequence[int] = ()) -> None:
+def serve(generate: Generate, workload: Workload, *, processes: Sequence[int] = ()) -> None:
     """Answers each request on standard input, until its end.
 
     Args:
+      generate: continues prompts.
+      workload: sizes of the model and of the requests.
       processes: others that work for the engine; their CPU time and memory are counted instead of this one's.
     """
-    workload = Workload()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints is no answer
-    print(json.dumps({"ready": True}), file=answers)
+    ready = {"cpu_s": _cpu_s(processes), "resident_bytes": _memory_bytes("VmRSS", processes)}
+    print(json.dumps(ready), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
         texts = prompts(workload, batch=request["batch"], seed=request["seed"])
@@ -70,7 +73,7 @@ def serve(generate: Generate, *, processes: Sequence[int] = ()) -> None:
             **_figures(streams, started_s),
             "cpu_s": _cpu_s(processes) - cpu_s,
             "client_cpu_s": time.process_time() - client_cpu_s if processes else 0.0,
-            "peak_rss_bytes": _peak_rss_bytes(processes),
+            "peak_rss_bytes": _memory_bytes("VmHWM", processes),
             "tokens": [stream.tokens for stream in streams],
         }
         print(json.dumps(answer), file=answers)
@@ -99,14 +102,17 @@ def _cpu_s(processes: Sequence[int]) -> float:
     return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
 
-def _peak_rss_bytes(processes: Sequence[int]) -> int:
+def _memory_bytes(name: str, processes: Sequence[int]) -> int:
     statuses = [Path(f"/proc/{pid}/status").read_text().splitlines() for pid in processes or ["self"]]
-    peaks = [line.split()[1] for lines in statuses for line in lines if line.startswith("VmHWM:")]
-    return sum(int(peak) * 1024 for peak in peaks)
+    sizes = [line.split()[1] for lines in statuses for line in lines if line.startswith(f"{name}:")]
+    return sum(int(size) * 1024 for size in sizes)
 
 
 class Worker:
     """The driver's end. From its readiness on, the process and its children run only while they are asked.
+
+    Attributes:
+      start: seconds until it was ready, by the clock and of processor time, and the resident memory then.
 
     Raises:
       RuntimeError: it ended; its output is in `log`.
@@ -114,6 +120,7 @@ class Worker:
 
     def __init__(self, command: Sequence[str | Path], log: Path, environment: dict[str, str]) -> None:
         self._log = log
+        started_s = time.perf_counter()
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
                 list(map(str, command)),
@@ -125,7 +132,8 @@ class Worker:
                 env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
                 start_new_session=True,
             )
-        self._read()
+        ready = self._read()
+        self.start: dict[str, float] = {"ready_s": time.perf_counter() - started_s, **ready}
         self._signal(signal.SIGSTOP)
 
     def ask(self, *, workload: Workload, batch: int, seed: int) -> dict[str, Any]:

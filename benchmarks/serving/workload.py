@@ -3,7 +3,7 @@
 import random
 from dataclasses import asdict, dataclass
 
-__all__ = ["Workload", "prompts"]
+__all__ = ["WORKLOADS", "Workload", "prompts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,13 @@ class Workload:
 
     def title(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+
+
+WORKLOADS = {
+    "random": Workload(),
+    "smollm2": Workload(layers=30, embed=576, heads=9, kv_heads=3, mlp=1536, vocab=49_152, max_positions=8192),
+}
+"""Random weights, and the published weights of SmolLM2-135M-Instruct, whose embedding is its head as well."""
 
 
 def prompts(workload: Workload, *, batch: int, seed: int) -> list[list[int]]:

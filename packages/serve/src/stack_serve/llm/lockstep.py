@@ -78,7 +78,7 @@ class Leader(ProcessGroup):
         for link in self._links:
             link.send(message)
 
-    def compile(self, key: Key, compile_here: Callable[[Key], Any]) -> None:
+    def compile(self, key: Key, compile_program: Callable[[Key], Any]) -> None:
         """Compiles a program in all processes before its first launch.
 
         Collectives abort a process that waits in them for long, as it would for another one that still compiles.
@@ -88,8 +88,8 @@ class Leader(ProcessGroup):
         """
         if key in self._compiled:
             return
-        self.send((_COMPILE, *key))
-        compile_here(key)
+        self.send((_COMPILE,), (key,))
+        compile_program(key)
         for link in self._links:
             while not link.read():
                 pass
@@ -118,18 +118,18 @@ class Follower(ProcessGroup):
         super().__init__(processes)
         self._link = link
 
-    def follow(self, run: Callable[..., Any], compile_here: Callable[[Key], Any]) -> None:
+    def follow(self, run: Callable[..., Any], compile_program: Callable[[Key], Any]) -> None:
         """Repeats the launches of the leader until the leader ends.
 
         Args:
           run: function that launches a program, such as `Programs.run`. Programs that continue the last step get its
             hidden states before their inputs.
-          compile_here: function that compiles a program, or waits for its compilation.
+          compile_program: function that compiles a program, or waits for its compilation.
         """
         hidden = last = None
         for key, inputs in self._read_launches():
             if key[0] == _COMPILE:
-                compile_here(key[1:])
+                compile_program(*inputs)
                 self._link.send({"compiled": True})
                 continue
             after = {"sample": (last,), "prompt_logprobs": (hidden,)}.get(key[0], ())

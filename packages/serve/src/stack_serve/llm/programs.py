@@ -402,8 +402,8 @@ class Programs:
     def _run_verify(
         self, program: Any, packed: np.ndarray, drafted: np.ndarray, masks: np.ndarray | None
     ) -> tuple[jax.Array, Sampled]:
-        masks = self._all_tokens(len(drafted)) if masks is None else masks
-        return self._run_decode(program, packed, drafted, masks)
+        given = self._all_tokens(len(drafted)) if masks is None else masks
+        return self._run_decode(program, packed, drafted, given)
 
     def _run_sample(
         self, program: Any, last: jax.Array, packed: np.ndarray, chosen: np.ndarray, masks: np.ndarray | None

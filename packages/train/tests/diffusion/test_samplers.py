@@ -104,6 +104,13 @@ def test_an_image_is_made_anew_where_the_mask_is_1():
     np.testing.assert_allclose(inpainted[:, :, :2], changed[:, :, :2], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("schedule", "steps"), [(NOISE, 2), (FlowConfig(), 3)])
+def test_half_of_five_steps_are_as_many_as_in_diffusers(schedule, steps):
+    """`get_timesteps` of the pipelines of Stable Diffusion and of FLUX.1, from an image."""
+    levels = levels_of(schedule, SamplerConfig(steps=5, strength=0.5))
+    assert len(levels.timesteps) == steps
+
+
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 def test_levels_go_from_noise_to_none(spacing):
     levels = levels_of(NOISE, SamplerConfig(steps=7, spacing=spacing))

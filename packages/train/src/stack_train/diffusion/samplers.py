@@ -145,7 +145,7 @@ class SamplerConfig:
 
     @property
     def skipped_steps(self) -> int:
-        """Number of first steps that `strength` skips."""
+        """Number of first steps that `strength` skips on a schedule of betas."""
         return self.steps - int(self.steps * self.strength)
 
     @property
@@ -189,7 +189,8 @@ def levels_of(schedule: Schedule, sampler: SamplerConfig) -> Levels:
                 f"name={sampler.name!r} and final={sampler.final!r}: plms and a last level above 0 are for schedules "
                 "of betas; this model was trained by flow matching. Take euler, heun or dpmpp_2m."
             )
-        return flow_levels(schedule, sampler).since(sampler.skipped_steps)
+        # diffusers rounds the number of skipped steps down for flows, and the number of steps otherwise.
+        return flow_levels(schedule, sampler).since(int(sampler.steps - sampler.steps * sampler.strength))
     if sampler.terminal is not None:
         raise ConfigError(f"terminal={sampler.terminal} is the last time of a flow; the model has a schedule of betas.")
     return schedule_levels(schedule, sampler).since(sampler.skipped_steps)

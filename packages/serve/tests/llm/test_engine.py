@@ -792,10 +792,7 @@ def test_requests_are_served_while_other_programs_compile(monkeypatch: pytest.Mo
             time.sleep(0.01)
         updates = run(engine, *(request_of(f"{name} again", prompt) for name, prompt in PROMPTS.items()))
         assert list(map(tokens_of, updates)) == expected
-        # The background has compiled what these requests need, and no more.
-        assert engine.stats().compilations == before
-        compiled = set(programs._compiled.programs)
-        assert ("decode", 4) in compiled and not compiled >= set(programs._keys())
+        assert engine.stats().compilations == before and ("decode", 4) in programs._compiled.programs
 
 
 def test_a_closed_engine_compiles_no_more(idle: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:

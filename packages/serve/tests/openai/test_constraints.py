@@ -275,8 +275,8 @@ def test_a_client_that_leaves_frees_the_pages(constrained_server: Served) -> Non
 
 def test_nothing_is_compiled_for_the_requests_of_a_warm_server(constrained_server: Served) -> None:
     engine = constrained_server.engine
-    for thread in engine._programs._compiled._threads:
-        thread.join()
+    constrained_server.complete(guided_choice=["yes"])
+    constrained_server.wait_until(lambda: engine.stats().programs_to_compile == 0)
     before = engine.stats().compilations
     constrained_server.complete(guided_choice=["yes"])
     assert engine.stats().compilations == before

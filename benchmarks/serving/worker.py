@@ -45,7 +45,7 @@ def arguments(*names: str) -> argparse.Namespace:
     """Reads the command line of a worker: the model, its workload, and `--NAME VALUE` for each of `names`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    parser.add_argument("--workload", type=WORKLOADS.__getitem__, required=True)
+    parser.add_argument("--workload", type=WORKLOADS.__getitem__, default="random")
     for name in names:
         parser.add_argument(f"--{name}", required=True)
     return parser.parse_args()

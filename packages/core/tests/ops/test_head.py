@@ -6,7 +6,7 @@ import pytest
 from stack_core.ops import Head
 
 
-@pytest.mark.parametrize("rows", [(3,), (2, 4), (5, 20)])
+@pytest.mark.parametrize("rows", [(0,), (3,), (2, 4), (5, 20)])
 def test_logits_of_a_stored_table_are_those_of_its_transpose(rows: tuple[int, ...]) -> None:
     table, hidden = jax.random.normal(jax.random.key(0), (50, 16)), jax.random.normal(jax.random.key(1), (*rows, 16))
     bias = jnp.arange(50.0)

@@ -42,7 +42,8 @@ class Head:
         hidden, rows = self._scaled(hidden), math.prod(hidden.shape[:-1])
         if self.table is not None and rows <= _FEW_ROWS:
             flat = hidden.reshape(rows, hidden.shape[-1])
-            logits = linear(self.table, flat.T, preferred_dtype=jnp.float32).T.reshape(*hidden.shape[:-1], -1)
+            logits = linear(self.table, flat.T, preferred_dtype=jnp.float32).T
+            logits = logits.reshape(*hidden.shape[:-1], logits.shape[-1])
         else:
             axes = {"x": (*_rows(hidden), "act_embed"), "weight": ("act_embed", "act_vocab")}
             logits = linear(hidden, self.weight, preferred_dtype=jnp.float32, axes=axes)

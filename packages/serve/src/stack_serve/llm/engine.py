@@ -155,7 +155,8 @@ class LLMEngine(Engine):
     def prepare(self) -> None:
         """Compiles one program for each part of a step; the background compiles other sizes.
 
-        On CPUs, whose compiled programs take memory that other processes need, it compiles the sizes that steps need.
+        On CPUs, where compiled programs take memory from other processes, a size that a larger one can stand in for
+        compiles once a step needs it.
         """
         if self._leader is not None:
             self._leader.send(("prepare",))

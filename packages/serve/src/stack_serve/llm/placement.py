@@ -60,7 +60,7 @@ class Placement:
 
     @property
     def readable(self) -> NamedSharding | None:
-        """Sharding of results that the host reads: every process has them whole. None if all devices are local."""
+        """Sharding of results that the host reads, replicated over all processes; None if all devices are local."""
         if self._mesh is None or all(each.process_index == jax.process_index() for each in self._mesh.devices.flat):
             return None
         return NamedSharding(self._mesh, PartitionSpec())

@@ -371,7 +371,7 @@ class Programs:
 
         Args:
           inputs: inputs from the host.
-          after: hidden states of the last step, if the program continues it; every process has its own.
+          after: hidden states of the last step in this process, if the program continues the step.
         """
         if self._leader is not None:
             self._leader.compile(key, self.compile)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, Float, TypeCheckError, jaxtyped
-from type_checks import checked
+from type_checks import CHECKED_CALLS, checked
 
 
 def inner(annotation: Any, returned: Any) -> Callable[..., Any]:
@@ -45,3 +45,15 @@ def test_an_annotation_without_a_hash_is_checked() -> None:
     assert inner(Annotated[int, []], int)(3) == 3
     with pytest.raises(TypeCheckError, match="parameters"):
         inner(Annotated[int, []], int)("3")
+
+
+@jaxtyped(typechecker=checked)
+def twice(x: int) -> int:
+    return 2 * x
+
+
+def test_a_definition_is_checked_in_its_first_calls() -> None:
+    for _ in range(CHECKED_CALLS):
+        with pytest.raises(TypeCheckError, match="parameters"):
+            twice("3")  # pyrefly: ignore[bad-argument-type]
+    assert twice("3") == "33"  # pyrefly: ignore[bad-argument-type]

@@ -38,7 +38,7 @@ POLL_S = 0.1
 
 def main() -> None:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="stack-quickstart-")) / "run"
-    profiled = ("--profile.first_step", "400", "--profile.steps", "5") if is_installed("profile") else ()
+    profiled = ("--profile.first_step", "300", "--profile.steps", "5") if is_installed("profile") else ()
     train = (*STACK, "train", str(CONFIG), "--output", str(directory), *profiled)
     started_s = time.monotonic()
 
@@ -54,16 +54,15 @@ def main() -> None:
     if begins("4. Align it with GRPO: functions that begin with a docstring are rewarded.", "rl"):
         align(directory, directory.with_name("run-aligned"))
 
-    if begins("5. Profile steps 400 to 404.", "profile"):
+    if begins("5. Profile steps 300 to 304.", "profile"):
         trace = directory / "profile"
         subprocess.run([*STACK, "profile", "ops", str(trace), "--by", "category"], check=True)
         subprocess.run([*STACK, "profile", "report", str(trace), "--out", str(directory / "profile.html")], check=True)
 
     served = directory
-    if begins("6. Quantize to 8 bits, and generate from the quantized model.", "quant"):
+    if begins("6. Quantize to 8 bits.", "quant"):
         served = directory.with_name("run-w8a8")
         subprocess.run([*STACK, "quantize", str(directory), "--recipe", "w8a8", "--out", str(served)], check=True)
-        generate(served)
 
     if begins(f"7. Serve {served.name} over HTTP, and send a request of OpenAI's API.", "serve"):
         serve(served)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "hello.py"
-SUMMARY = {"validation_loss": 3.0, "step": 1450, "work_per_s": 9e3, "work_unit": "tokens"}
+SUMMARY = {"validation_loss": 3.0, "step": 500, "work_per_s": 9e3, "work_unit": "tokens"}
 
 
 @pytest.mark.parametrize("missing", [(), ("profile", "quant", "rl", "serve")], ids=["all", "train-alone"])

@@ -66,8 +66,8 @@ def make_config(**changes: Any) -> Gemma3VisionConfig:
     return Gemma3VisionConfig(**{**fields, **changes})
 
 
-def make_grid_config(**changes: Any) -> Qwen3VLConfig:
-    """Returns the config of a Qwen3-VL, whose images have up to 16 tokens."""
+def make_grid_config(kind: Any = Qwen3VLConfig, **changes: Any) -> Any:
+    """Returns the config of a Qwen3-VL or another Qwen-VL, whose images have up to 16 tokens."""
     fields: dict[str, Any] = {
         "vocab_size": make_config().vocab_size,
         "embed": 32,
@@ -84,7 +84,7 @@ def make_grid_config(**changes: Any) -> Qwen3VLConfig:
         "max_pixels": 36 * 16,
         "vision": QwenTowerConfig(embed=24, heads=2, mlp=48, layers=1, patch=3, position_side=3, deepstack=(0,)),
     }
-    return Qwen3VLConfig(**{**fields, **changes})
+    return kind(**{**fields, **changes})
 
 
 def make_model(config: Gemma3VisionConfig | Qwen3VLConfig) -> Any:

@@ -28,6 +28,8 @@ from stack_serve.openai.lifecycle import OpenAIApp
 from stack_serve.openai.schemas import ChatBody, TokenizeChatBody
 from stack_serve.openai.service import Service
 from stack_train.generation.generative import generative_checkpoint
+from stack_train.models.qwen2_5_vl import Qwen25VLConfig
+from stack_train.vision.qwen2_5_tower import Qwen25TowerConfig
 
 from .seeing import GRID_TEMPLATE, data_url, make_grid_config, make_model, png, question, write_tokenizer
 
@@ -73,7 +75,11 @@ CONVERSATIONS = [
 
 @pytest.fixture(scope="module")
 def whole(checkpoint):
-    """Logits of a sequence with up to two images, without a cache."""
+    return logits_of(checkpoint)
+
+
+def logits_of(checkpoint):
+    """Returns a function to the logits of a sequence with up to two images, without a cache."""
 
     def logits(params, tokens, pixels, grids):
         model = checkpoint.model(params)
@@ -115,6 +121,20 @@ def test_answers_are_those_of_the_model_without_pages(llm, checkpoint, whole):
     assert llm._engine.stats().prefix_hits_tokens - hits == 16
     check_greedy(whole, checkpoint, other, [0])
     assert len(rows) == encoded == len(SIZES)
+
+
+@pytest.mark.slow  # starts another engine
+def test_answers_of_a_tower_with_windows_are_those_of_the_model_without_pages(tmp_path):
+    write_tokenizer(tmp_path, GRID_TEMPLATE)
+    tower = Qwen25TowerConfig(embed=24, heads=2, mlp=48, layers=2, patch=3, window=12, full_layers=(1,))
+    config = make_grid_config(Qwen25VLConfig, initializer_std=0.5, vision=tower)
+    checkpoint = generative_checkpoint(make_model(config), config, name="eyes", tokenizer=tmp_path, origin=None)
+    whole = logits_of(checkpoint)
+    with LLM(checkpoint, **SETTINGS) as llm:
+        outputs = llm.chat([messages for messages, _ in CONVERSATIONS], GREEDY)
+        for output, (_, numbers) in zip(outputs, CONVERSATIONS, strict=True):
+            check_greedy(whole, checkpoint, output, numbers)
+        assert outputs[0].outputs[0].token_ids != outputs[4].outputs[0].token_ids
 
 
 # A random model repeats itself if it has few tokens.

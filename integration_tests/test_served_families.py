@@ -18,6 +18,7 @@ from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.speculation import Speculation
 from stack_train.generation.generative import generative_checkpoint
 from stack_train.vision.pixtral_tower import PixtralTowerConfig
+from stack_train.vision.qwen2_5_tower import Qwen25TowerConfig
 from stack_train.vision.qwen_tower import QwenTowerConfig
 from stack_train.vision.siglip import SiglipConfig
 
@@ -41,6 +42,10 @@ FAMILIES = {
         "query_scalar": 24,
         "image_tokens": 4,
         "vision": SiglipConfig(embed=14, heads=2, mlp=18, layers=2, image_size=23, patch=4),
+    },
+    "qwen2_5_vl": {
+        "rope_sections": (2, 1, 1),
+        "vision": Qwen25TowerConfig(embed=16, heads=2, mlp=18, layers=2, patch=3, window=12),
     },
     "qwen3_vl": {
         "head_dim": 8,

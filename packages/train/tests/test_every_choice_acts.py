@@ -38,6 +38,7 @@ SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "m
 TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "image_size": 28, "patch": 7}
 PIXTRAL_TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "patch": 3}
 GRID_TOWER = {"embed": 16, "mlp": 24, "layers": 3, "heads": 2, "patch": 3, "position_side": 3, "deepstack": (0,)}
+WINDOWED_TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "patch": 3, "window": 12, "full_layers": (1,)}
 EXPERTS = {"experts": 4, "active_experts": 2, "expert_mlp": 16}
 MAMBA = {
     "layers": 4,
@@ -76,6 +77,7 @@ FAMILIES = {
         "image_tokens": 4,
         "image_token": 7,
     },
+    "qwen2_5_vl": {"layers": 2, "embed": 32, "rope_sections": (2, 1, 1), "vision": WINDOWED_TOWER, "image_token": 7},
     "qwen3_vl": {"layers": 3, "head_dim": 8, "rope_sections": (2, 1, 1), "vision": GRID_TOWER, "image_token": 7},
     "qwen3_vl_moe": {
         **EXPERTS,
@@ -238,6 +240,7 @@ VALUES = {
     "heads": 2,
     "vision": {
         "gemma3_vision": {**TOWER, "mlp": 32},
+        "qwen2_5_vl": {**WINDOWED_TOWER, "mlp": 32},
         **{name: {**GRID_TOWER, "mlp": 32} for name in ("qwen3_vl", "qwen3_vl_moe")},
         **{name: {**PIXTRAL_TOWER, "mlp": 32} for name in ("pixtral", "mistral3")},
     },

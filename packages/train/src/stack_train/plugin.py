@@ -25,6 +25,7 @@ _LANGUAGE_MODELS = (
     "gemma3",
     "gemma3_vision",
     "gemma4",
+    "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_vl_moe",
     "gpt_oss",

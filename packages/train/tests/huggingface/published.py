@@ -24,6 +24,7 @@ RECONSTRUCTED = (
     "Olmo-3-7B-Instruct",
     "Phi-3-mini-4k-instruct",
     "Qwen1.5-MoE-A2.7B",
+    "Qwen2.5-VL-7B-Instruct",
     "Seed-OSS-36B-Instruct",
     "SmolLM3-3B",
     "granite-3.0-1b-a400m-instruct",
@@ -71,6 +72,10 @@ SMALL_GRID_VISION = {"hidden_size": 16, "intermediate_size": 20, "depth": 3, "nu
     "num_position_embeddings": 9,
     "deepstack_visual_indexes": [0, 1],
 }
+SMALL_WINDOWED_VISION = {"hidden_size": 16, "intermediate_size": 20, "depth": 3, "num_heads": 2} | {
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [1],
+}
 SMALL_PIXTRAL = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 Shapes = dict[str, tuple[int, ...]]
 
@@ -92,6 +97,9 @@ def small_config(name: str) -> dict[str, Any]:
         whole["mm_tokens_per_image"] = 4
     if whole["model_type"] == "qwen3_vl":
         whole["vision_config"] |= SMALL_GRID_VISION
+        config["rope_scaling"]["mrope_section"] = [2, 1, 1]
+    if whole["model_type"] == "qwen2_5_vl":
+        whole["vision_config"] |= SMALL_WINDOWED_VISION
         config["rope_scaling"]["mrope_section"] = [2, 1, 1]
     if whole["model_type"] == "mistral3":
         whole["vision_config"] |= {**SMALL_PIXTRAL, "head_dim": 8}
@@ -124,6 +132,8 @@ def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
         inner = {each.removeprefix("model."): shape for each, shape in shapes.items() if each != "lm_head.weight"}
         inner = {f"model.language_model.{each}": shape for each, shape in inner.items()}
         return {**inner, "lm_head.weight": shapes["lm_head.weight"], **_grid_tower(config["vision_config"])}
+    if config["model_type"] == "qwen2_5_vl":
+        return shapes | _windowed_tower(config["vision_config"])
     if config["architectures"][0].endswith("ForConditionalGeneration"):
         shapes = {f"language_model.{each}": shape for each, shape in shapes.items()}
     if config["model_type"] == "gemma3":
@@ -133,6 +143,22 @@ def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
     if config["model_type"] == "mistral3":
         shapes |= _pixtral(config["vision_config"], config["spatial_merge_size"], embed)
     return shapes
+
+
+def _windowed_tower(config: dict[str, Any]) -> Shapes:
+    embed, mlp, patch = (config[name] for name in ("hidden_size", "intermediate_size", "patch_size"))
+    merged = embed * config["spatial_merge_size"] ** 2
+    shapes: Shapes = {"patch_embed.proj.weight": (embed, 3, 2, patch, patch), "merger.ln_q.weight": (embed,)}
+    outs = {"merger.mlp.0": (merged, merged), "merger.mlp.2": (config["out_hidden_size"], merged)}
+    for number in range(config["depth"]):
+        block = f"blocks.{number}."
+        shapes |= {f"{block}norm{each}.weight": (embed,) for each in (1, 2)}
+        outs |= {f"{block}attn.qkv": (3 * embed, embed), f"{block}attn.proj": (embed, embed)}
+        outs |= {f"{block}mlp.{name}_proj": (mlp, embed) for name in ("gate", "up")}
+        outs[f"{block}mlp.down_proj"] = (embed, mlp)
+    shapes |= {f"{name}.weight": shape for name, shape in outs.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in outs.items()}
+    return {f"visual.{name}": shape for name, shape in shapes.items()}
 
 
 def _pixtral(config: dict[str, Any], merge: int, width: int) -> Shapes:
@@ -320,9 +346,10 @@ def _attention(config: dict[str, Any], number: int) -> Shapes:
     outs["o_proj"] = (embed, queries)
     shapes: Shapes = {f"self_attn.{name}.weight": shape for name, shape in outs.items()}
     inputs = ("q_proj", "k_proj", "v_proj")
-    biased = {"gpt_oss": tuple(outs), **dict.fromkeys(("qwen2", "qwen2_moe", "seed_oss", "glm4_moe"), inputs)}.get(
-        kind, ()
-    )
+    biased = {
+        "gpt_oss": tuple(outs),
+        **dict.fromkeys(("qwen2", "qwen2_5_vl", "qwen2_moe", "seed_oss", "glm4_moe"), inputs),
+    }.get(kind, ())
     shapes |= {f"self_attn.{name}.bias": outs[name][:1] for name in biased}
     if kind == "gpt_oss":
         shapes["self_attn.sinks"] = (heads,)

@@ -37,6 +37,7 @@ PARAMETERS = {
     "gemma-3-1b-it": ("gemma3", 999_885_952),
     "gemma-3-4b-it": ("gemma3_vision", 4_300_079_472),
     "unsloth-gemma-3-12b-it": ("gemma3_vision", 12_187_325_040),
+    "Qwen2.5-VL-7B-Instruct": ("qwen2_5_vl", 8_292_166_656),
     "Qwen3-VL-8B-Instruct": ("qwen3_vl", 8_767_123_696),
     "gemma-2-2b-it": ("gemma2", 2_614_341_888),
     "OLMo-2-0425-1B-Instruct": ("olmo2", 1_484_916_736),

@@ -55,6 +55,12 @@ FAMILIES = {
         "image_tokens": 4,
         "vision": {"embed": 14, "heads": 2, "mlp": 18, "layers": 2, "image_size": 23, "patch": 4},
     },
+    "qwen2_5_vl": {
+        "layers": 3,
+        "rope_sections": (1, 1, 1),
+        "image_token": 60,
+        "vision": {"embed": 16, "heads": 2, "mlp": 18, "layers": 3, "patch": 3, "window": 12, "full_layers": (1,)},
+    },
     "qwen3_vl": {
         "layers": 3,
         "head_dim": 8,

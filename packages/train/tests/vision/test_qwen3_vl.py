@@ -19,7 +19,7 @@ from stack_train.models.qwen3_vl import FAMILY, Qwen3VLConfig
 from stack_train.nn.axial_rope import InterleavedRope, rotate_axes
 from stack_train.nn.residual import ResidualStream, Rows
 from stack_train.vision.grids import patch_places, place_packed_features, resample
-from stack_train.vision.preprocessor import read_preprocessor, write_preprocessor
+from stack_train.vision.preprocessor import read_preprocessor
 from stack_train.vision.qwen_tower import QwenTowerConfig
 
 IMAGE, SEQ = 60, 19
@@ -331,7 +331,7 @@ def test_a_config_comes_back_and_other_settings_are_refused():
 
 
 def test_each_key_of_the_preprocessor_acts_or_is_refused():
-    written = write_preprocessor(CONFIG)
+    written = FAMILY.preprocessor(CONFIG)
     assert read_preprocessor(CONFIG, written) == CONFIG
     given = {**written, "size": {"shortest_edge": 72, "longest_edge": 360}, "image_mean": [0.1, 0.2, 0.3]}
     found = read_preprocessor(CONFIG, {**given, "image_std": [1, 2, 3], "crop_size": None, "resample": 3})

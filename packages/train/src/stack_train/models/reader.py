@@ -110,6 +110,7 @@ def read_rope(
     kind: str | None = None,
     original: int | None = None,
     handled: Collection[str] = (),
+    unscaled: Collection[str] = (),
 ) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling`, from transformers 5's `rope_parameters` or the keys of transformers 4.
 
@@ -119,6 +120,7 @@ def read_rope(
       kind: kind of layer whose entry is read if `rope_parameters` has one per kind.
       original: pretrained context length for scalings without `original_max_position_embeddings`.
       handled: keys of `rope_parameters` that the caller reads.
+      unscaled: kinds of rotary positions without a scaling, besides "default".
     """
     nested = reader.get("rope_parameters") or {}
     # One entry for each kind of layer, or one for all.
@@ -128,6 +130,7 @@ def read_rope(
     # Older files have `type` instead of `rope_type`.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
+    rope_type = "default" if rope_type in unscaled else rope_type
     share = None if rope_type == "proportional" else rope.pop("partial_rotary_factor", None)
     if "partial_rotary_factor" not in handled and share not in (None, 1.0):
         reader.problems.append(f"partial_rotary_factor={share}, not 1.0")

@@ -1,5 +1,6 @@
 """Rotary positions with several axes, such as the time, row and column of a token in an image."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from stack_core.ops.definitions.rope import rotated
 from stack_core.ops.references.rope_scaling import unscaled_frequencies
 from stack_train.nn.attention import Rope
 
-__all__ = ["InterleavedRope", "rotate_axes"]
+__all__ = ["AxialRope", "InterleavedRope", "SectionedRope", "rotate_axes"]
 
 
 def rotate_axes(
@@ -41,17 +42,13 @@ def rotate_axes(
 
 
 @dataclass(frozen=True, kw_only=True)
-class InterleavedRope(Rope):
-    """Rotary positions of three axes, whose frequencies alternate: time, row, column, time, row, column, ...
+class AxialRope(Rope):
+    """Base class of rotary positions of three axes: time, row and column.
 
-    Pair i belongs to the row if i % 3 == 1 and i < 3 `sections[1]`, to the column if i % 3 == 2 and
-    i < 3 `sections[2]`, and otherwise to time. Tokens of text have three equal coordinates, and are rotated as by
-    `Rope`.
+    Tokens of text have three equal coordinates, and are rotated as by `Rope`.
 
     Attributes:
       sections: numbers of pairs of time, row and column.
-
-    Source: Qwen Team, Qwen3-VL Technical Report, 2025 (arXiv:2511.21631), section 2.1.
     """
 
     sections: tuple[int, int, int]
@@ -73,8 +70,33 @@ class InterleavedRope(Rope):
         return rotate_axes(x, positions, self.axis_of_pair, scaled, factor)
 
     @property
+    @abstractmethod
     def axis_of_pair(self) -> np.ndarray:
         """Axis of each pair, int[sum(sections)]."""
+
+
+class SectionedRope(AxialRope):
+    """Rotary positions whose first pairs belong to time, the next to the row, and the last to the column.
+
+    Source: Qwen Team, Qwen2-VL, 2024 (arXiv:2409.12191), section 2.1.
+    """
+
+    @property
+    def axis_of_pair(self) -> np.ndarray:
+        return np.repeat([0, 1, 2], self.sections)
+
+
+class InterleavedRope(AxialRope):
+    """Rotary positions whose frequencies alternate between the axes: time, row, column, time, row, column, ...
+
+    Pair i belongs to the row if i % 3 == 1 and i < 3 `sections[1]`, to the column if i % 3 == 2 and
+    i < 3 `sections[2]`, and otherwise to time.
+
+    Source: Qwen Team, Qwen3-VL Technical Report, 2025 (arXiv:2511.21631), section 2.1.
+    """
+
+    @property
+    def axis_of_pair(self) -> np.ndarray:
         pair = np.arange(sum(self.sections))
         axis = pair % 3
         return np.where(pair < 3 * np.asarray(self.sections)[axis], axis, 0)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from stack_core.abi.models import ImageTokens
 
-__all__ = ["PatchPlaces", "feature_rows", "patch_places", "place_packed_features", "resample"]
+__all__ = ["PatchPlaces", "feature_rows", "patch_places", "place_packed_features", "resample", "windows"]
 
 Grids = Int[Array, "batch images 2"]
 
@@ -48,6 +48,33 @@ def patch_places(grids: Grids, patches: int, merge: int) -> PatchPlaces:
     is_real = image < grids.shape[1]
     segments = jnp.where(is_real, image + 1, 0)
     return PatchPlaces(segments, jnp.where(is_real[..., None], places, 0), size * merge)
+
+
+def windows(grids: Grids, tokens: int, side: int) -> tuple[Int[Array, "batch tokens"], Int[Array, "batch tokens"]]:
+    """Divides images into square windows, whose tokens become adjacent.
+
+    Windows begin at the first row and column of an image, and may be smaller at its end. The tokens of an image stay
+    together.
+
+    Args:
+      grids: rows and columns of tokens of each image; 0 for images that a row lacks.
+      tokens: number of packed tokens.
+      side: side of a window in tokens.
+
+    Returns:
+      The order of the tokens, and the number of each ordered token's window, from 1; 0 for padding at the end.
+    """
+    number = jnp.broadcast_to(jnp.arange(tokens), (len(grids), tokens))
+    image, offset, size = _images_of(number, grids)
+    counts = -(-grids // side)
+    ends = jnp.cumsum(counts[..., 0] * counts[..., 1], axis=1)
+    known = jnp.minimum(image, grids.shape[1] - 1)
+    first, across = (jnp.take_along_axis(x, known, axis=1) for x in (jnp.pad(ends, ((0, 0), (1, 0))), counts[..., 1]))
+    row, column = offset // size[..., 1] // side, offset % size[..., 1] // side
+    window = jnp.where(image < grids.shape[1], first + row * across + column, ends[:, -1:])
+    order = jnp.argsort(window, axis=1, stable=True)
+    window = jnp.take_along_axis(window, order, axis=1)
+    return order, jnp.where(window < ends[:, -1:], window + 1, 0)
 
 
 def _images_of(number: Int[Array, "batch places"], grids: Grids) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -15,7 +15,6 @@ from flax import nnx
 from jaxtyping import Array, Int, UInt8
 from pydantic import PositiveFloat, PositiveInt
 
-from stack_core import ops
 from stack_core.abi.config import config
 from stack_core.ops.references.rope_scaling import unscaled_frequencies
 from stack_train.models.reader import Reader, Setting
@@ -23,11 +22,11 @@ from stack_train.models.weight_map import WeightRule
 from stack_train.nn.build import Build
 from stack_train.nn.feed_forward import Activation
 from stack_train.nn.linear import FloatName
-from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
+from stack_train.vision.gated_block import GatedBlock
 from stack_train.vision.grids import PatchPlaces, patch_places
-from stack_train.vision.packed_patches import PATCHES, Patches, attend_patches, check_color, check_heads, embed_patches
+from stack_train.vision.packed_patches import PATCHES, Patches, check_color, check_heads, embed_patches
 
 __all__ = ["PixtralTower", "PixtralTowerConfig", "pixtral_tower_rules", "read_pixtral_tower", "write_pixtral_tower"]
 
@@ -67,34 +66,6 @@ class PixtralTowerConfig:
         check_color(self.mean, self.std, self.channels)
 
 
-class PixtralBlock(nnx.Module):
-    """h = x + attention(norm(x)); y = h + (f(norm(h) G) * (norm(h) U)) D. Parameters are stacked, [layers, ...]."""
-
-    def __init__(self, config: PixtralTowerConfig, build: Build) -> None:
-        embed, self.config = config.embed, config
-        self.query = build.linear((embed, embed), ("embed", "heads"))
-        self.key = build.linear((embed, embed), ("embed", "heads"))
-        self.value = build.linear((embed, embed), ("embed", "heads"))
-        self.output = build.linear((embed, embed), ("heads", "embed"), residual=True)
-        self.gate = build.linear((embed, config.mlp), ("embed", "mlp"))
-        self.up = build.linear((embed, config.mlp), ("embed", "mlp"))
-        self.down = build.linear((config.mlp, embed), ("mlp", "embed"), residual=True)
-        self.attention_norm, self.feed_forward_norm = build.scale(embed), build.scale(embed)
-
-    def __call__(self, x: Patches, places: PatchPlaces) -> Patches:
-        normed = _NORM(x, self.attention_norm, PATCHES)
-        projected = (linear(normed) for linear in (self.query, self.key, self.value))
-        inverse = unscaled_frequencies(self.config.rope_theta, x.shape[-1] // self.config.heads)
-        # Even frequencies turn by the row, odd ones by the column.
-        frequencies = np.concatenate([inverse[0::2], inverse[1::2]])
-        attended = attend_patches(*projected, places=places, heads=self.config.heads, frequencies=frequencies)
-        x = x + self.output(attended)
-        normed = _NORM(x, self.feed_forward_norm, PATCHES)
-        gate, up = (read_weight(linear.kernel, x.dtype) for linear in (self.gate, self.up))
-        axes: Any = {"x": PATCHES, "w_gate": self.gate.axes, "w_up": self.up.axes}
-        return x + self.down(ops.gated_linear_unit(normed, gate, up, activation=self.config.activation, axes=axes))
-
-
 class PixtralTower(nnx.Module):
     """Packed patches of images to one feature vector per patch.
 
@@ -130,7 +101,8 @@ class PixtralTower(nnx.Module):
         self.norm = nnx.Param(jnp.ones(config.embed, param_dtype), logical_axes=("norm",))
         residual_std = std / (2 * config.layers) ** 0.5
         build = Build(config.embed, config.layers, std, residual_std, _NORM, param_dtype, block_key)
-        self.blocks = PixtralBlock(config, build)
+        options: Any = {"heads": config.heads, "mlp": config.mlp, "activation": config.activation}
+        self.blocks = GatedBlock(build, **options, bias=False)
 
     def __call__(
         self, pixels: UInt8[Array, "batch patches values"], grids: Int[Array, "batch images 2"], *, merge: int
@@ -146,8 +118,12 @@ class PixtralTower(nnx.Module):
         kernel = self.patches[...].reshape(config.embed, -1).T
         x = embed_patches(pixels, kernel, None, mean=config.mean, std=config.std, dtype=self.dtype)
 
-        def run(block: PixtralBlock, x: Patches, places: PatchPlaces, _: None) -> tuple[Patches, None]:
-            return block(x, places), None
+        inverse = unscaled_frequencies(config.rope_theta, config.embed // config.heads)
+        # Even frequencies turn by the row, odd ones by the column.
+        frequencies = np.concatenate([inverse[0::2], inverse[1::2]])
+
+        def run(block: GatedBlock, x: Patches, places: PatchPlaces, _: None) -> tuple[Patches, None]:
+            return block(x, places, frequencies), None
 
         options: Any = {"per_row": places, "remat": self.remat, "unroll": False, "moves": False}
         x, _ = scan_layers(run, [self.blocks], _NORM(x, self.norm, PATCHES), [None], **options)

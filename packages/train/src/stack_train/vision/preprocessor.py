@@ -41,7 +41,7 @@ def read_preprocessor(config: Any, mapping: Mapping[str, Any]) -> Any:
     supported value, or is refused.
 
     Args:
-      config: a `Qwen3VLSettings`.
+      config: a `QwenVLSettings`.
       mapping: contents of the file.
 
     Raises:
@@ -135,12 +135,12 @@ def _is_color(values: Any, channels: int) -> bool:
     return is_list and all(type(value) in (int, float) and math.isfinite(value) for value in values)
 
 
-def write_preprocessor(config: Any) -> dict[str, Any]:
-    """Returns the `preprocessor_config.json` of a model's config."""
+def write_preprocessor(config: Any, processor_class: str) -> dict[str, Any]:
+    """Returns the `preprocessor_config.json` of a model's config, with the class of transformers' processor."""
     tower = config.vision
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen3VLProcessor",
+        "processor_class": processor_class,
         "size": {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels},
         "patch_size": tower.patch,
         "merge_size": tower.merge,

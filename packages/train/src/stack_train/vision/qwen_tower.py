@@ -7,82 +7,60 @@ Squares of patches are merged to tokens, after the last layer and after some ear
 Source: Qwen Team, Qwen3-VL Technical Report, 2025 (arXiv:2511.21631), section 2.
 """
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
-from stack_core.ops.references.rope_scaling import unscaled_frequencies
-from stack_train.models.reader import Reader, Setting
+from stack_train.models.reader import Reader
 from stack_train.models.weight_map import WeightRule
 from stack_train.nn.build import Build
 from stack_train.nn.layer_norm import LayerNorm
-from stack_train.nn.linear import FloatName, Linear
+from stack_train.nn.linear import FloatName
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
 from stack_train.vision.grids import PatchPlaces, patch_places, resample
-from stack_train.vision.packed_patches import PATCHES, Patches, attend_patches, check_color, check_heads, embed_patches
+from stack_train.vision.packed_patches import PATCHES, Patches, attend_patches, embed_patches
+from stack_train.vision.qwen_parts import (
+    EPSILON,
+    Merger,
+    QwenTowerSettings,
+    axial_frequencies,
+    block_rules,
+    linear_rules,
+    patch_kernels,
+    read_tower_settings,
+    write_tower_settings,
+)
 
 __all__ = ["QwenTower", "QwenTowerConfig", "qwen_tower_rules", "read_qwen_tower", "write_qwen_tower"]
 
-_EPSILON: Final = 1e-6
-
 
 @config
-class QwenTowerConfig:
-    """Size of a Qwen3-VL tower; its model has the dtypes and the width of its outputs.
+class QwenTowerConfig(QwenTowerSettings):
+    """Size of a Qwen3-VL tower; inherits the fields of `QwenTowerSettings`.
 
     Attributes:
-      embed: width of the residual stream.
-      mlp: hidden width of the feed-forward layers.
-      layers: number of layers.
-      heads: number of attention heads; the width of a head is a multiple of 4.
-      patch: side of a patch in pixels.
-      merge: side, in patches, of the squares that are merged to one token.
-      frames: number of equal frames that a patch of an image consists of; the tower is also published for videos.
-      channels: number of color channels.
       position_side: side of the square of learned positions.
       deepstack: layers, ascending from 0, after which features for later layers of the decoder are taken.
-      rope_theta: base of the rotary frequencies.
-      mean: mean of each channel, subtracted from values between 0 and 1.
-      std: divisor of each channel.
     """
 
-    embed: PositiveInt = 256
-    mlp: PositiveInt = 1024
-    layers: PositiveInt = 4
-    heads: PositiveInt = 4
-    patch: PositiveInt = 16
-    merge: PositiveInt = 2
-    frames: PositiveInt = 2
-    channels: PositiveInt = 3
     position_side: PositiveInt = 48
     deepstack: tuple[NonNegativeInt, ...] = ()
-    rope_theta: PositiveFloat = 10_000.0
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    std: tuple[PositiveFloat, ...] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
-        check_heads(self.embed, self.heads)
+        super().__post_init__()
         ascending = all(left < right for left, right in zip(self.deepstack, self.deepstack[1:], strict=False))
         if not ascending or any(layer >= self.layers for layer in self.deepstack):
             raise ConfigError(
                 f"deepstack={list(self.deepstack)} are not ascending layers below layers={self.layers}. Give each "
                 "layer once, in order, or raise layers."
             )
-        check_color(self.mean, self.std, self.channels)
-
-    @property
-    def patch_values(self) -> int:
-        """Number of values of a patch of one frame."""
-        return self.channels * self.patch**2
 
     @property
     def segments(self) -> list[range]:
@@ -108,46 +86,10 @@ class TowerBlock(nnx.Module):
     def __call__(self, x: Patches, places: PatchPlaces) -> Patches:
         normed = self.attention_norm(x)
         projected = (linear(normed) for linear in (self.query, self.key, self.value))
-        heads = self.config.heads
-        # Rows and columns have equal frequencies.
-        frequencies = np.tile(unscaled_frequencies(self.config.rope_theta, x.shape[-1] // heads // 2), 2)
-        attended = attend_patches(*projected, places=places, heads=heads, frequencies=frequencies)
+        frequencies = axial_frequencies(self.config)
+        attended = attend_patches(*projected, places=places, heads=self.config.heads, frequencies=frequencies)
         x = x + self.output(attended)
         return x + self.down(jax.nn.gelu(self.up(self.feed_forward_norm(x)), approximate=True))
-
-
-class Merger(nnx.Module):
-    """Merges squares of patches to tokens, y = gelu(x' A) B, where x' are the patches of a square in a row.
-
-    Args:
-      config: size of the tower.
-      width: width of a token.
-      late_norm: normalizes x' instead of the patches.
-      std, param_dtype, key: see `Linear`.
-    """
-
-    def __init__(
-        self,
-        config: QwenTowerConfig,
-        width: int,
-        *,
-        late_norm: bool,
-        std: float,
-        param_dtype: FloatName,
-        key: jax.Array,
-    ) -> None:
-        merged = config.embed * config.merge**2
-        self.merged, self.late_norm = merged, late_norm
-        self.norm = LayerNorm.single(merged if late_norm else config.embed, _EPSILON, PATCHES, param_dtype)
-        keys, options = jax.random.split(key), {"use_bias": True, "std": std, "param_dtype": param_dtype}
-        self.up = Linear((merged, merged), ("embed", "mlp"), **options, key=keys[0])
-        self.down = Linear((merged, width), ("mlp", "embed"), **options, key=keys[1])
-
-    def __call__(self, x: Patches) -> Float[Array, "batch tokens width"]:
-        x = x if self.late_norm else self.norm(x)
-        x = x.reshape(len(x), -1, self.merged)
-        x = self.norm(x) if self.late_norm else x
-        return self.down(jax.nn.gelu(self.up(x), approximate=False))
 
 
 class QwenTower(nnx.Module):
@@ -179,16 +121,11 @@ class QwenTower(nnx.Module):
     ) -> None:
         self.config, self.dtype, self.remat = config, dtype, remat
         patch_key, position_key, block_key, merger_key = jax.random.split(key, 4)
-        # In torch's layout of a convolution, [d_out, channels, frames, height, width].
-        patch_shape = (config.embed, config.channels, config.frames, config.patch, config.patch)
-        self.patches = nnx.Param(
-            std * jax.random.normal(patch_key, patch_shape, param_dtype),
-            logical_axes=("embed", None, None, None, None),
-        )
+        self.patches = patch_kernels(config, std, param_dtype, patch_key)
         self.patch_bias = nnx.Param(jnp.zeros(config.embed, param_dtype), logical_axes=("embed",))
         positions = std * jax.random.normal(position_key, (config.position_side**2, config.embed), param_dtype)
         self.positions = nnx.Param(positions, logical_axes=(None, "embed"))
-        residual_std, norm = std / (2 * config.layers) ** 0.5, Norm(epsilon=_EPSILON)
+        residual_std, norm = std / (2 * config.layers) ** 0.5, Norm(epsilon=EPSILON)
 
         def blocks(layers: range) -> TowerBlock:
             key = jax.random.fold_in(block_key, layers.start)
@@ -259,82 +196,33 @@ def qwen_tower_rules(config: QwenTowerConfig, *, parameter: str, tensor: str) ->
     """
     rules = [WeightRule(parameter + path, tensor + name) for path, name in _NAMES.items()]
     for number, layers in enumerate(config.segments):
-        rules += _block_rules(layers, f"{parameter}blocks/{number}/", f"{tensor}blocks.{{layer}}.")
-    rules += _merger_rules(f"{parameter}merger/", f"{tensor}merger.")
+        rules += block_rules(layers, f"{parameter}blocks/{number}/", f"{tensor}blocks.{{layer}}.", _BLOCK_NAMES)
+    rules += linear_rules(f"{parameter}merger/", f"{tensor}merger.", _MERGER_NAMES)
     for number in range(len(config.deepstack)):
-        rules += _merger_rules(f"{parameter}deep_mergers/{number}/", f"{tensor}deepstack_merger_list.{number}.")
+        deep = f"{tensor}deepstack_merger_list.{number}."
+        rules += linear_rules(f"{parameter}deep_mergers/{number}/", deep, _MERGER_NAMES)
     return rules
 
 
-def _block_rules(layers: Sequence[int], parameter: str, tensor: str) -> list[WeightRule]:
-    rules = []
-    for place, path in enumerate(("query", "key", "value")):
-        name = f"{tensor}attn.qkv"
-        part: Any = {"part": (place, 3)}
-        rules.append(WeightRule(f"{parameter}{path}/kernel", f"{name}.weight", layers, transposed=True, **part))
-        rules.append(WeightRule(f"{parameter}{path}/bias", f"{name}.bias", layers, part_axis=-1, **part))
-    for path, name in _BLOCK_NAMES.items():
-        weight = "scale" if path.endswith("norm") else "kernel"
-        is_matrix = weight == "kernel"
-        rules.append(WeightRule(f"{parameter}{path}/{weight}", f"{tensor}{name}.weight", layers, transposed=is_matrix))
-        rules.append(WeightRule(f"{parameter}{path}/bias", f"{tensor}{name}.bias", layers))
-    return rules
-
-
-def _merger_rules(parameter: str, tensor: str) -> list[WeightRule]:
-    rules = [WeightRule(f"{parameter}norm/{ours}", f"{tensor}norm.{name}") for ours, name in _NORM_NAMES.items()]
-    for path, name in (("up", "linear_fc1"), ("down", "linear_fc2")):
-        rules.append(WeightRule(f"{parameter}{path}/kernel", f"{tensor}{name}.weight", transposed=True))
-        rules.append(WeightRule(f"{parameter}{path}/bias", f"{tensor}{name}.bias"))
-    return rules
-
-
-_NORM_NAMES = {"scale": "weight", "bias": "bias"}
-
-_SETTINGS = (
-    Setting("embed", ("hidden_size",), 1152),
-    Setting("mlp", ("intermediate_size",), 4304),
-    Setting("layers", ("depth", "num_hidden_layers"), 27),
-    Setting("heads", ("num_heads", "num_attention_heads"), 16),
-    Setting("patch", ("patch_size",), 16),
-    Setting("merge", ("spatial_merge_size",), 2),
-    Setting("frames", ("temporal_patch_size",), 2),
-    Setting("channels", ("in_channels",), 3),
-    Setting("deepstack", ("deepstack_visual_indexes",), (8, 16, 24)),
-)
-_POSITIONS, _ACTIVATION = "num_position_embeddings", "gelu_pytorch_tanh"
+_MERGER_NAMES = {"norm": "norm", "up": "linear_fc1", "down": "linear_fc2"}
+_POSITIONS, _ACTIVATION, _DEEPSTACK = "num_position_embeddings", "gelu_pytorch_tanh", "deepstack_visual_indexes"
+_DEFAULTS = {"embed": 1152, "mlp": 4304, "layers": 27, "patch": 16}
 
 
 def read_qwen_tower(reader: Reader, width: int) -> dict[str, Any]:
-    """Reads the fields of a `QwenTowerConfig` from a `vision_config`; unsupported settings are added to the problems.
-
-    Args:
-      width: width of the decoder.
-    """
-    reader.expect("hidden_act", _ACTIVATION)
-    if (given := reader.get("out_hidden_size", default=3584)) != width:
-        reader.problems.append(f"out_hidden_size={given}, not hidden_size={width} of the text_config")
+    """Reads the fields of a `QwenTowerConfig` from a `vision_config`; see `read_tower_settings`."""
     positions = reader.get(_POSITIONS, default=2304)
     side = round(positions**0.5)
     if side**2 != positions:
         reader.problems.append(f"{_POSITIONS}={positions}, not a square number")
-    rope = reader.get("rope_parameters") or {}
-    if unknown := {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type")}:
-        reader.problems.append(f"rope_parameters with {unknown}")
-    if (kind := rope.get("rope_type", "axial")) != "axial":
-        reader.problems.append(f"rope_type={kind!r} of the tower, not 'axial'")
-    reader.get("initializer_range")  # unused: the text_config repeats this key
-    found = {each.ours: reader.get(*each.names, default=each.default) for each in _SETTINGS}
-    return {**found, "position_side": side, "rope_theta": float(rope.get("rope_theta", 10_000.0))}
+    found = read_tower_settings(reader, width, activation=_ACTIVATION, defaults=_DEFAULTS)
+    return {**found, "position_side": side, "deepstack": reader.get(_DEEPSTACK, default=(8, 16, 24))}
 
 
 def write_qwen_tower(config: QwenTowerConfig, width: int) -> dict[str, Any]:
     """Returns the `vision_config` of a tower, without its `model_type`."""
     return {
-        **{each.names[0]: getattr(config, each.ours) for each in _SETTINGS},
-        "deepstack_visual_indexes": list(config.deepstack),
-        "hidden_act": _ACTIVATION,
-        "out_hidden_size": width,
+        **write_tower_settings(config, width, _ACTIVATION),
+        _DEEPSTACK: list(config.deepstack),
         _POSITIONS: config.position_side**2,
-        "rope_parameters": {"rope_type": "axial", "rope_theta": config.rope_theta},
     }

@@ -1,5 +1,6 @@
 """What every test of every package runs under, and what a skipped test would have needed."""
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -25,6 +26,9 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
 # What was measured on this machine changes which implementations are chosen; tests of that name tables of their own.
 os.environ["STACK_TUNED_TABLES"] = ""
+
+# Traced programs are many objects that stay: looking for cycles among them took a tenth of the CPU time.
+gc.set_threshold(100_000, 20, 50)
 
 # No test depends on the Hugging Face hub; a name of a model there fails at once, with or without a network.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -143,9 +143,7 @@ class _Interpreter:
 
     def _unpacked(self, packed: bytes) -> Any:
         """Unpickles a value whose remote arrays are represented by their numbers."""
-        unpickler = pickle.Unpickler(io.BytesIO(packed))
-        unpickler.persistent_load = self._arrays.__getitem__  # pyrefly: ignore
-        return unpickler.load()
+        return _Unpickler(packed, self._arrays).load()
 
     def _sharding(self, spec: Sequence[Any]) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec(*spec))
@@ -215,3 +213,14 @@ class _Interpreter:
             region = tuple(slice(start, stop) for start, stop in index)
             whole[region] = np.asarray(self._transfers.pull(address, key, part_shape, whole.dtype))
         self._put(number, whole, spec)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `remote` pickled, with the arrays that this process holds."""
+
+    def __init__(self, packed: bytes, arrays: Mapping[int, jax.Array]) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._arrays = arrays
+
+    def persistent_load(self, pid: int) -> jax.Array:
+        return self._arrays[pid]

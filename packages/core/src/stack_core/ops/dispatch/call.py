@@ -140,8 +140,15 @@ def _compiled(call_jaxpr: Any) -> Any:
     return jax.jit(jaxpr_as_fun(call_jaxpr))
 
 
-_call_p = Primitive("stack_call")
-_call_p.multiple_results = True
+class _Call(Primitive):
+    multiple_results = True
+
+    def to_lojax(self, *arguments: Any, **params: Any) -> list[Any]:
+        """Lowers an equation of JAX 0.12 whose jaxpr came from a transposed loop, with references as accumulators."""
+        return _compiled(params["call_jaxpr"])(*arguments)
+
+
+_call_p = _Call("stack_call")
 _call_p.def_impl(lambda *arguments, call_jaxpr, **_: _compiled(call_jaxpr)(*arguments))
 _call_p.def_abstract_eval(lambda *arguments, call_jaxpr, **_: list(call_jaxpr.out_avals))
 ad.primitive_jvps[_call_p] = _jvp

@@ -178,6 +178,31 @@ def same_losses_on_meshes(*, every):
     return start
 
 
+def a_head_split_over_the_batch_is_never_whole(start):
+    """Devices of `fsdp` exchange rows of the loss, and neither the head nor its gradient; see `HeadGroups`."""
+    expected, _, whole, of_one = trained(single := make_program({"data": 1}), _placed(single, start))
+    for sizes, parts in (
+        ({"data": 2, "fsdp": 2, "tensor": 2}, ("tensor", "fsdp")),
+        ({"fsdp": 2, "expert": 2}, ("fsdp", "expert")),
+        ({"fsdp": 2, "context": 2}, ("fsdp",)),
+    ):
+        rules = {"act_vocab": parts, "embed": [axis for axis in parts if axis != "tensor"], "lookup_batch": "data"}
+        program = make_program(sizes, rules=rules)
+        found, state, compiled, of_mesh = trained(program, _placed(program, start))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, err_msg=f"{sizes}")
+        for one, several in zip(of_one, of_mesh, strict=True):
+            np.testing.assert_allclose(several, one, rtol=0, atol=1e-5 * np.abs(one).max(), err_msg=f"{sizes}")
+        assert flops(compiled) <= MOST_WORK * flops(whole) / math.prod(sizes.values()), sizes
+        part = state.params["lm_head"].size // math.prod(sizes[axis] for axis in parts)
+        for execution in parse_hlo(compiled.as_text()).executions():
+            for shape in execution.instruction.shapes:
+                is_head = shape.dims and set(shape.dims) - {1} == {MODEL.embed, MODEL.vocab_size}
+                assert not is_head and (MODEL.vocab_size not in shape.dims or math.prod(shape.dims) <= part), (
+                    sizes,
+                    execution.instruction,
+                )
+
+
 def initial_values_do_not_depend_on_the_mesh(start):
     program = make_program({"fsdp": 2, "tensor": 2})
     state = program.init(key=jax.random.key(0))
@@ -222,5 +247,7 @@ if __name__ == "__main__":
     attention_tiles._FEWEST_ROWS = attention_tiles._FEWEST_KEYS = SEQ // 2
     linear_cross_entropy._FEWEST_ROWS = linear_cross_entropy._CHUNK_BYTES = 1
     linear_cross_entropy._MOST_CHUNKS = CHUNKS
-    initial_values_do_not_depend_on_the_mesh(same_losses_on_meshes(every="all" in sys.argv))
+    start = same_losses_on_meshes(every="all" in sys.argv)
+    initial_values_do_not_depend_on_the_mesh(start)
+    a_head_split_over_the_batch_is_never_whole(start)
     further_models_lie_by_their_rules_and_learn_as_on_one_device()

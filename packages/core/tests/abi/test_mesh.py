@@ -166,6 +166,7 @@ def test_rules_of_a_mesh_config_name_its_axes(rules, expected):
     [
         (("vocab", "embed"), PartitionSpec("tensor", "fsdp")),
         (("layers", "embed", "mlp"), PartitionSpec("stage", "fsdp", "tensor")),
+        (("layers", "experts", "expert_embed", "mlp"), PartitionSpec("stage", "expert", "fsdp", "tensor")),
         (("heads", "embed"), PartitionSpec("tensor", "fsdp")),
         (("norm",), PartitionSpec(None)),
         (("batch", "seq", "act_embed"), PartitionSpec(("data", "fsdp", "expert"), "context", None)),

@@ -39,6 +39,8 @@ MESHES = (
     {"data": 2, "expert": 2, "tensor": 2},
     {"fsdp": 8},
 )
+# Parameters outside of the experts are split over the devices of the experts as well.
+FULLY_SPLIT = DEFAULT_RULES.updated({"embed": ("fsdp", "expert"), "lookup_batch": "data"})
 MOST_WORK = 1.1  # of a device's even share of the FLOPs
 ROWS, SEQ = 8, 12
 
@@ -62,17 +64,17 @@ def loss(model, tokens, positions, segments, experts):
     return cross_entropy + 0.1 * facts["balance_loss"] + 0.01 * facts["router_z"], facts
 
 
-def results(model, sizes):
+def results(model, sizes, rules=DEFAULT_RULES):
     """The loss, the facts and the gradients, computed on a mesh, and the FLOPs of a device."""
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
     graph, state = nnx.split(model)
     axes = {path: leaf.get_metadata("logical_axes") for path, leaf in nnx.to_flat_state(state)}
     params = nnx.to_pure_dict(state)
-    shardings = DEFAULT_RULES.tree_shardings(mesh, params, nnx.traversals.unflatten_mapping(axes))
-    inputs = [DEFAULT_RULES.sharding(mesh, ("batch", *[None] * (x.ndim - 1)), x.shape) for x in batch()]
+    shardings = rules.tree_shardings(mesh, params, nnx.traversals.unflatten_mapping(axes))
+    inputs = [rules.sharding(mesh, ("batch", *[None] * (x.ndim - 1)), x.shape) for x in batch()]
 
     def function(params, *arrays):
-        with use_mesh(mesh):
+        with use_mesh(mesh, rules):
             return loss(nnx.merge(graph, nnx.State(params)), *arrays)
 
     compiled = jax.jit(
@@ -83,9 +85,13 @@ def results(model, sizes):
     arrays = jax.device_put((params, *batch()), (shardings, *inputs))
     compiled = compiled.lower(*arrays).compile()
     (value, facts), gradients = compiled(*arrays)
-    kernel = jax.device_put(params, shardings)["blocks"][0][0]["feed_forward"]["expert_up"]
-    parts = math.prod(sizes.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
-    assert kernel.addressable_shards[0].data.size == kernel.size // parts
+    layer = jax.device_put(params, shardings)["blocks"][0][0]
+    for kernel, axes in (
+        (layer["feed_forward"]["expert_up"], ("fsdp", "expert", "tensor")),
+        (layer["attention"]["query"]["kernel"], ("tensor", *rules.mesh_axes("embed"))),
+    ):
+        parts = math.prod(sizes.get(axis, 1) for axis in axes)
+        assert kernel.addressable_shards[0].data.size == kernel.size // parts
     return *jax.device_get((value, facts, gradients)), flops_beside_the_experts(compiled.as_text())
 
 
@@ -99,8 +105,9 @@ if __name__ == "__main__":
     model = jax.jit(lambda: registries.models["qwen3_moe"].build(CONFIG, key=jax.random.key(0)))()
     value, facts, gradients, flops = results(model, {"data": 1})
     assert facts["expert_load"].shape == (2, 16) and facts["routing_mismatch"] > 0.9
-    for sizes in MESHES if "all" in sys.argv else MESHES[:1]:
-        found, found_facts, found_gradients, found_flops = results(model, sizes)
+    meshes = MESHES if "all" in sys.argv else MESHES[:1]
+    for sizes, rules in [*((sizes, DEFAULT_RULES) for sizes in meshes), ({"fsdp": 2, "expert": 2}, FULLY_SPLIT)]:
+        found, found_facts, found_gradients, found_flops = results(model, sizes, rules)
         np.testing.assert_allclose(found, value, rtol=1e-5, err_msg=str(sizes))
         assert found_facts.pop("dropped", 0) == 0, sizes
         for name, fact in facts.items():

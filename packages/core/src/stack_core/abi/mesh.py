@@ -194,6 +194,8 @@ DEFAULT_RULES: Final = ShardingRules(
         "head_dim": None,
         "mlp": "tensor",
         "experts": "expert",
+        # The residual axis of experts. It has another name, because "embed" may also be split over `expert`.
+        "expert_embed": "fsdp",
         # The latent axis of an up-projection; the down-projection names "embed", and its latent axis None.
         "latent": "fsdp",
         "layers": "stage",
@@ -204,7 +206,8 @@ DEFAULT_RULES: Final = ShardingRules(
         "seq": "context",
         # The sequence between blocks (norms, residual sums); ("context", "tensor") is Megatron's sequence parallelism.
         "norm_seq": "context",
-        # The batch of an embedding lookup. The rows are split as `embed` is, over `fsdp`, hence without that axis.
+        # The batch of an embedding lookup. The rows are split as `embed` is, over `fsdp`, hence without that axis. With
+        # "embed": ("fsdp", "expert") it is "data".
         "lookup_batch": ("data", "expert"),
         "act_embed": None,
         "act_heads": "tensor",

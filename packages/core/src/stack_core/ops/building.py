@@ -1,7 +1,6 @@
 """Building blocks for implementations of ops, including core's own references."""
 
 from stack_core.ops.definitions.gated_linear_unit import ACTIVATIONS, gate_product
-from stack_core.ops.definitions.linear_cross_entropy import RowParts
 from stack_core.ops.definitions.rope import rope_angles, rotated
 from stack_core.ops.dispatch.automatic_axes import with_automatic_axes
 from stack_core.ops.dispatch.backward_call import BackwardCall, as_backward
@@ -26,6 +25,7 @@ from stack_core.ops.references.paged_places import as_int32, bounded_places, pad
 from stack_core.ops.references.paged_pools import holds_values, stack_key_value
 from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
 from stack_core.ops.references.ragged_tiles import ragged_product
+from stack_core.ops.references.row_parts import RowParts
 from stack_core.ops.references.running_softmax import (
     RunningSoftmax,
     add_tile,

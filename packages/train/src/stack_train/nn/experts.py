@@ -146,15 +146,17 @@ class Mixture(nnx.Module):
         router, embed, width = spec.router, build.embed, spec.width
         self.spec = spec
         self.router = build.linear((embed, router.experts), ("embed", None), bias=spec.bias, dtype=router.dtype)
-        wide, axes = (router.experts, embed, width), ("experts", "embed", "mlp")
+        wide, axes = (router.experts, embed, width), ("experts", "expert_embed", "mlp")
         self.expert_gate = build.normal(wide, axes) if spec.gated else None
         self.expert_up = build.normal(wide, axes)
-        self.expert_down = build.normal((router.experts, width, embed), ("experts", "mlp", "embed"), residual=True)
+        self.expert_down = build.normal(
+            (router.experts, width, embed), ("experts", "mlp", "expert_embed"), residual=True
+        )
         # `build.full` makes vectors, and these biases have an axis for the experts.
         zeros = partial(build.normal, std=0.0)
         self.expert_gate_bias = zeros((router.experts, width), ("experts", "mlp")) if spec.bias and spec.gated else None
         self.expert_up_bias = zeros((router.experts, width), ("experts", "mlp")) if spec.bias else None
-        self.expert_down_bias = zeros((router.experts, embed), ("experts", "embed")) if spec.bias else None
+        self.expert_down_bias = zeros((router.experts, embed), ("experts", "expert_embed")) if spec.bias else None
         # float32, because a step of `bias_rate` is small against the bias and would round to nothing in bfloat16.
         bias = build.full(router.experts, None, 0.0, dtype="float32", trained=False)
         self.selection_bias = None if router.bias_rate is None else bias
@@ -205,9 +207,9 @@ _AXES: Final[dict[str, tuple[str | None, ...]]] = {
     "expert_scales": (None,),
     "routed": ("batch", "seq", "act_embed"),
     "replayed": ("batch", "seq", None),
-    "gate": ("experts", "embed", "mlp"),
-    "up": ("experts", "embed", "mlp"),
-    "down": ("experts", "mlp", "embed"),
+    "gate": ("experts", "expert_embed", "mlp"),
+    "up": ("experts", "expert_embed", "mlp"),
+    "down": ("experts", "mlp", "expert_embed"),
     "gate_bias": ("experts", "mlp"),
     "up_bias": ("experts", "mlp"),
     "down_bias": ("experts", None),
@@ -383,8 +385,9 @@ def _statistics(
 
 
 def _gathered(kernel: Any, axis: int) -> Any:
-    """Gathers a kernel's residual axis, which is split over "embed"; its gradient is scattered again."""
-    return lax.all_gather(kernel, axes_of("embed"), axis=axis, tiled=True) if axes_of("embed") else kernel
+    """Gathers a kernel's residual axis, which is split over "expert_embed"; its gradient is scattered again."""
+    axes = axes_of("expert_embed")
+    return lax.all_gather(kernel, axes, axis=axis, tiled=True) if axes else kernel
 
 
 def _mean_of_devices(x: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from stack_core.abi.errors import ArgumentError
-from stack_core.abi.mesh import constrain, parts_of
 from stack_core.abi.ops import OpCall
 from stack_core.chips.context import target_chip, target_platform
 from stack_core.ops.dispatch.check import (
@@ -31,8 +30,9 @@ from stack_core.ops.dispatch.request import Implementation
 from stack_core.ops.dispatch.splitting import LogicalNames
 from stack_core.ops.dispatch.symbolic import Size, is_symbolic
 from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_quantized, logical_array
+from stack_core.ops.references.row_parts import HeadGroups, RowParts
 
-__all__ = ["OP", "REFERENCE", "RowParts", "linear_cross_entropy"]
+__all__ = ["OP", "REFERENCE", "linear_cross_entropy"]
 
 # On CPUs a chunk of fp32 logits takes about 8 MiB, to stay in a cache; accelerators need large products, and a chunk
 # takes up to 1/32 of their memory. Neither has chunks of fewer than 256 rows or more than 64 chunks.
@@ -131,6 +131,7 @@ def _reference(
     head = _Head(dequantize(weight, hidden.dtype), bias)
     vocab = head.weight.shape[1]
     parts = RowParts.of(labels)
+    groups = HeadGroups.of(parts)
     part_rows = labels.size // parts.total
     chunks = _chunks(part_rows, vocab)
     hidden_chunks = _split_rows(parts.split(hidden), chunks, fill=0)
@@ -138,9 +139,9 @@ def _reference(
     label_chunks = _split_rows(parts.split(labels), chunks, fill=ignore_index)
     hidden_chunks, head, label_chunks = vary_alike(hidden_chunks, head, label_chunks)
     if reduction == "none":
-        losses = _map_rows(row_losses, hidden_chunks, head, label_chunks)
+        losses = _map_rows(row_losses, groups, hidden_chunks, head, label_chunks)
         return parts.join(jnp.moveaxis(losses, 0, 2).reshape(parts.total, -1)[:, :part_rows]), {}
-    total = (_plain_total if is_plain() else _total)(row_losses, hidden_chunks, head, label_chunks)
+    total = (_plain_total if is_plain() else _total)(row_losses, groups, hidden_chunks, head, label_chunks)
     if reduction == "sum":
         return total, {}
     # All rows may be ignored.
@@ -182,30 +183,31 @@ def _row_losses(
     return jnp.where(labels == ignore_index, 0.0, losses)
 
 
-def _map_rows(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+def _map_rows(row_losses: Any, groups: HeadGroups, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
     """Computes the losses, [chunks, parts, rows]."""
-    # With one copy of the head per part, gradients are accumulated per part and summed once after the loop.
-    heads = jax.tree.map(lambda x: jnp.broadcast_to(x, (hidden_chunks.shape[1], *x.shape)), head)
+    # With one copy of the head per group, gradients are accumulated per group and summed once after the loop.
+    count = groups.count(hidden_chunks.shape[1])
+    heads = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), head)
 
     @jax.checkpoint
     def chunk_losses(hidden: Any, labels: Any) -> Any:
-        return _over_parts(row_losses, 0)(hidden, heads, labels)
+        return groups.scatter(_over_parts(row_losses, 0)(groups.gather(hidden), heads, groups.gather(labels)))
 
     return lax.map(lambda chunk: chunk_losses(*chunk), (hidden_chunks, label_chunks))
 
 
-def _plain_total(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+def _plain_total(row_losses: Any, groups: HeadGroups, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
     """Computes the sum of all losses."""
-    return jnp.sum(_map_rows(row_losses, hidden_chunks, head, label_chunks))
+    return jnp.sum(_map_rows(row_losses, groups, hidden_chunks, head, label_chunks))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _total(row_losses: Any, groups: HeadGroups, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
     """Computes `_plain_total`; the forward pass of its VJP also computes the gradients, from the same logits."""
-    return _plain_total(row_losses, hidden_chunks, head, label_chunks)
+    return _plain_total(row_losses, groups, hidden_chunks, head, label_chunks)
 
 
-def _total_forward(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+def _total_forward(row_losses: Any, groups: HeadGroups, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
     chunk_total = jax.value_and_grad(lambda *chunk: jnp.sum(row_losses(*chunk)), argnums=(0, 1))
     part_totals = _over_parts(chunk_total, None)
     # A bf16 sum over many chunks would lose small gradients.
@@ -213,20 +215,20 @@ def _total_forward(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunk
 
     def add_chunk(carry: Any, chunk: Any) -> Any:
         total, of_heads = carry
-        hidden, labels = chunk
+        hidden, labels = map(groups.gather, chunk)
         losses, (of_hidden, of_head) = part_totals(hidden, head, labels)
         of_heads = jax.tree.map(lambda sum_so_far, x: sum_so_far + x.astype(accumulator), of_heads, of_head)
-        return (total + losses, of_heads), of_hidden
+        return (total + losses, of_heads), groups.scatter(of_hidden)
 
-    parts = hidden_chunks.shape[1]
-    zeros = jax.tree.map(lambda x: jnp.zeros((parts, *x.shape), accumulator), head)
-    start = vary_alike((jnp.zeros((parts,), accumulator), zeros), hidden_chunks)[0]
+    count = groups.count(hidden_chunks.shape[1])
+    zeros = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), accumulator), head)
+    start = vary_alike((jnp.zeros((count,), accumulator), zeros), hidden_chunks)[0]
     (totals, of_heads), of_hidden = lax.scan(add_chunk, start, (hidden_chunks, label_chunks))
     of_head = jax.tree.map(lambda gradients, x: jnp.sum(gradients, axis=0).astype(x.dtype), of_heads, head)
     return jnp.sum(totals), (of_hidden, of_head)
 
 
-def _total_backward(row_losses: Any, gradients: Any, cotangent: Any) -> Any:
+def _total_backward(row_losses: Any, groups: HeadGroups, gradients: Any, cotangent: Any) -> Any:
     def scaled(gradient: Any) -> Any:
         return (gradient.astype(cotangent.dtype) * cotangent).astype(gradient.dtype)
 
@@ -234,52 +236,6 @@ def _total_backward(row_losses: Any, gradients: Any, cotangent: Any) -> Any:
 
 
 _total.defvjp(_total_forward, _total_backward)
-
-
-class RowParts(NamedTuple):
-    """Split of the rows over the mesh: along the batch, and along the sequence if labels are [batch, seq].
-
-    Each part accumulates its own gradient of the weight. A sum over all rows would need a collective for every chunk.
-
-    Attributes:
-      shape: shape of the labels.
-      batch: number of parts along the batch.
-      seq: number of parts along the sequence.
-    """
-
-    shape: tuple[int, ...]
-    batch: int
-    seq: int
-
-    @classmethod
-    def of(cls, labels: Any) -> "RowParts":
-        batch, seq = parts_of("batch"), parts_of("seq")
-        if not labels.ndim or labels.shape[0] % batch:
-            return cls(labels.shape, 1, 1)
-        return cls(labels.shape, batch, seq if labels.ndim == 2 and labels.shape[1] % seq == 0 else 1)
-
-    @property
-    def total(self) -> int:
-        return self.batch * self.seq
-
-    def split(self, x: Any) -> Any:
-        """Reshapes [..., *rest] to [parts, rows of a part, *rest]."""
-        rest = x.shape[len(self.shape) :]
-        if self.total == 1:
-            return x.reshape(1, -1, *rest)
-        if self.seq == 1:
-            x = x.reshape(self.batch, -1, *rest)
-            return constrain(x, "batch", *[None] * (x.ndim - 1), name="linear_cross_entropy's rows")
-        x = x.reshape(self.batch, -1, self.seq, self.shape[1] // self.seq, *rest).swapaxes(1, 2)
-        x = constrain(x, "batch", "seq", *[None] * (x.ndim - 2), name="linear_cross_entropy's rows")
-        return x.reshape(self.total, -1, *rest)
-
-    def join(self, x: Any) -> Any:
-        """Reshapes [parts, rows of a part] to the shape of the labels."""
-        if self.seq == 1:
-            return x.reshape(self.shape)
-        parts = x.reshape(self.batch, self.seq, -1, self.shape[1] // self.seq)
-        return parts.swapaxes(1, 2).reshape(self.shape)
 
 
 def _over_parts(function: Any, head_axis: int | None) -> Any:

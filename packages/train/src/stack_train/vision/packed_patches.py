@@ -16,7 +16,18 @@ from stack_train.nn.axial_rope import rotate_axes
 from stack_train.nn.linear import FloatName
 from stack_train.vision.grids import PatchPlaces
 
-__all__ = ["PATCHES", "Patches", "attend_patches", "check_color", "check_heads", "embed_patches", "join_heads"]
+__all__ = [
+    "PATCHES",
+    "Patches",
+    "attend_patches",
+    "check_color",
+    "check_heads",
+    "embed_patches",
+    "gather_table",
+    "join_heads",
+    "project_patches",
+    "split_heads",
+]
 
 Patches = Float[Array, "batch patches embed"]
 
@@ -69,15 +80,45 @@ def embed_patches(
     x = ((pixels.astype(jnp.float32) / 255 - shift) / scale).astype(dtype)
     x = x.reshape(*x.shape[:2], len(mean), 1, -1)
     x = jnp.broadcast_to(x, (*x.shape[:3], frames, x.shape[-1])).reshape(*x.shape[:2], -1)
-    axes = {"x": PATCHES, "weight": (None, "act_embed")}
-    return ops.linear(x, kernel.astype(x.dtype), bias=None if bias is None else bias.astype(x.dtype), axes=axes)
+    return project_patches(x, kernel, bias)
+
+
+def project_patches(
+    x: Float[Array, "batch patches d_in"], kernel: Float[Array, "d_in embed"], bias: Float[Array, " embed"] | None
+) -> Patches:
+    """Returns x kernel + bias in the dtype of x; each device projects its own rows.
+
+    Without these constraints, XLA may gather the patches of all rows, because the kernel is split over the same devices
+    and each of them could compute a part of the features.
+    """
+    x = constrain(x, *PATCHES, name="patches")
+    kernel, bias = gather_table(kernel.astype(x.dtype)), None if bias is None else bias.astype(x.dtype)
+    embedded = ops.linear(x, kernel, bias=bias, axes={"x": PATCHES, "weight": (None, "act_embed")})
+    return constrain(embedded, *PATCHES, name="embedded patches")
+
+
+def gather_table(table: Float[Array, "... embed"]) -> Float[Array, "... embed"]:
+    """Gathers a small table, whose split features would otherwise split the features of the patches."""
+    return constrain(table, *[None] * table.ndim, name="table of the tower")
+
+
+def split_heads(x: Patches, heads: int) -> Float[Array, "batch patches heads head_dim"]:
+    """Splits a projection of patches into the heads of attention."""
+    x = _keep_apart(x)
+    return constrain(x.reshape(*x.shape[:2], heads, -1), *_HEADS, name="heads of patches")
 
 
 def join_heads(attended: Float[Array, "batch patches heads head_dim"]) -> Patches:
     """Joins the heads of attention for its output projection."""
-    x = attended.reshape(*attended.shape[:2], -1)
-    # XLA (jax 0.10.2) fuses the transposition of the heads into the product on GPUs, and fails if no tile of the joined
-    # features is a tile of a head, such as 16 heads of 72 features: "Couldn't find output tile sizes".
+    return _keep_apart(attended.reshape(*attended.shape[:2], -1))
+
+
+def _keep_apart(x: Patches) -> Patches:
+    """Keeps the transposition of heads out of the products of their projections, forward and backward, on GPUs.
+
+    XLA (jax 0.10.2) fuses it into the product, and fails if no tile of the joined features is a tile of a head, such as
+    16 heads of 72 features: "Couldn't find output tile sizes".
+    """
     return lax.optimization_barrier(x) if target_platform() == "gpu" else x
 
 
@@ -92,12 +133,8 @@ def attend_patches(
       heads: number of heads.
       frequencies: [head_dim / 2] in radians per row for the first half, and per column for the second.
     """
-
-    def heads_of(x: Patches) -> Float[Array, "batch patches heads head_dim"]:
-        return constrain(x.reshape(*x.shape[:2], heads, -1), *_HEADS, name="heads of patches")
-
     axis_of_pair = np.repeat([0, 1], len(frequencies) // 2)
     segments = ops.PackedSegments.of(places.segments)
-    query, key = (rotate_axes(heads_of(x), places.places, axis_of_pair, frequencies) for x in (query, key))
-    attended: Any = ops.attention(query, key, heads_of(value), segment_ids=segments, axes=_ATTENTION)
+    query, key = (rotate_axes(split_heads(x, heads), places.places, axis_of_pair, frequencies) for x in (query, key))
+    attended: Any = ops.attention(query, key, split_heads(value, heads), segment_ids=segments, axes=_ATTENTION)
     return join_heads(attended)

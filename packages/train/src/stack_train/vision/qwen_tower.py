@@ -17,6 +17,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
+from stack_core.abi.mesh import constrain
 from stack_train.models.reader import Reader
 from stack_train.models.weight_map import WeightRule
 from stack_train.nn.build import Build
@@ -25,7 +26,7 @@ from stack_train.nn.linear import FloatName
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
 from stack_train.vision.grids import PatchPlaces, patch_places, resample
-from stack_train.vision.packed_patches import PATCHES, Patches, attend_patches, embed_patches
+from stack_train.vision.packed_patches import PATCHES, Patches, attend_patches, embed_patches, gather_table
 from stack_train.vision.qwen_parts import (
     EPSILON,
     Merger,
@@ -170,7 +171,8 @@ class QwenTower(nnx.Module):
         options: Any = {"mean": config.mean, "std": config.std, "frames": config.frames, "dtype": self.dtype}
         x = embed_patches(pixels, kernel, self.patch_bias[...], **options)
         side = config.position_side
-        return x + resample(self.positions[...].reshape(side, side, -1), places).astype(x.dtype)
+        table = gather_table(self.positions[...].reshape(side, side, -1))
+        return x + constrain(resample(table, places), *PATCHES, name="positions of patches").astype(x.dtype)
 
 
 _NAMES = {

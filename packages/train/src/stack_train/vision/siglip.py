@@ -16,7 +16,7 @@ from pydantic import PositiveFloat, PositiveInt
 from stack_core import ops
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
-from stack_core.abi.mesh import LogicalAxes, constrain
+from stack_core.abi.mesh import LogicalAxes
 from stack_train.models.reader import Reader, Setting
 from stack_train.models.weight_map import WeightRule
 from stack_train.nn.build import Build
@@ -24,7 +24,7 @@ from stack_train.nn.layer_norm import LayerNorm
 from stack_train.nn.linear import FloatName
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
-from stack_train.vision.packed_patches import join_heads
+from stack_train.vision.packed_patches import gather_table, join_heads, project_patches, split_heads
 
 __all__ = ["Siglip", "SiglipConfig", "read_siglip", "siglip_rules", "write_siglip"]
 
@@ -87,13 +87,10 @@ class SiglipBlock(nnx.Module):
 
     def __call__(self, x: Patches) -> Patches:
         normed = self.attention_norm(x)
-        heads = (self._heads(linear(normed)) for linear in (self.query, self.key, self.value))
+        heads = (split_heads(linear(normed), self.heads) for linear in (self.query, self.key, self.value))
         attended: Any = ops.attention(*heads, axes=_ATTENTION)
         x = x + self.output(join_heads(attended))
         return x + self.down(jax.nn.gelu(self.up(self.feed_forward_norm(x)), approximate=True))
-
-    def _heads(self, x: Patches) -> Float[Array, "images patches heads head_dim"]:
-        return constrain(x.reshape(*x.shape[:2], self.heads, -1), *_HEADS, name="heads of patches")
 
 
 class Siglip(nnx.Module):
@@ -159,10 +156,9 @@ class Siglip(nnx.Module):
         cut = images.reshape(len(images), count, config.patch, count, config.patch, config.channels)
         # [images, patches, channels * patch * patch], in the order of the kernel's axes.
         flat = cut.transpose(0, 1, 3, 5, 2, 4).reshape(len(images), count**2, -1)
-        kernel = self.patches[...].reshape(config.embed, -1).T.astype(flat.dtype)
-        axes = {"x": _PATCHES, "weight": (None, "act_embed")}
-        x = ops.linear(flat, kernel, bias=self.patch_bias[...].astype(flat.dtype), axes=axes)
-        return x + self.positions[...].astype(x.dtype)
+        kernel = self.patches[...].reshape(config.embed, -1).T
+        x = project_patches(flat, kernel, self.patch_bias[...])
+        return x + gather_table(self.positions[...]).astype(x.dtype)
 
 
 _NAMES = {

@@ -11,6 +11,7 @@ from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, KVCache, Latent, Recurrent
 from stack_core.abi.errors import ArgumentError
 from stack_core.ops.kv_cache import DenseKVCache
+from stack_core.ops.selection import KeySelection
 
 SHAPE = KeysValues(repeats=2, kv_heads=2, key_dim=32, value_dim=32, dtype="float32")
 SEQ, HEADS = 12, 4
@@ -148,6 +149,32 @@ def test_latents_are_keys_and_values_of_every_head() -> None:
     shared = latent[:, :, None]
     expected = ops.attention(query[:, 3:], shared, shared, causal=True)[..., :value_dim]
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_queries_attend_to_the_latents_that_an_indexer_selects() -> None:
+    """In parts of a prompt, like a call with all tokens; the mask of each query is written out."""
+    dim, value_dim, count, seq = 6, 4, 3, 9
+    state = Latent(repeats=1, dim=dim, value_dim=value_dim, dtype="float32", index_dim=5)
+    cache = DenseKVCache.empty(state, batch=2, capacity=12)
+    shapes = {"query": (HEADS, dim), "latent": (dim,), "index_query": (2, 5), "weights": (2,), "index_key": (5,)}
+    random = np.random.default_rng(0)
+    given = {name: jnp.asarray(random.normal(size=(2, seq, *shape)), "float32") for name, shape in shapes.items()}
+    outputs = []
+    for part in (slice(0, 4), slice(4, 5), slice(5, seq)):
+        query, latent, *index = (given[name][:, part] for name in shapes)
+        selection = KeySelection(query=index[0], weights=index[1], key=index[2], count=count)
+        layer = jax.tree.map(lambda leaf: leaf[0], cache.layers)
+        output, layer = cache.attend_latent(layer, query, latent, DEFAULT, value_dim=value_dim, index=selection)
+        cache = cache.advance(jax.tree.map(lambda leaf: leaf[None], layer), part.stop - part.start)
+        outputs.append(output)
+    scores = np.einsum("bqhd,bkd->bqhk", given["index_query"], given["index_key"])
+    scores = np.einsum("bqh,bqhk->bqk", given["weights"], np.maximum(scores, 0))
+    mask = np.zeros((2, seq, seq), bool)
+    for row, query in np.ndindex(2, seq):
+        mask[row, query, np.argsort(-scores[row, query, : query + 1], kind="stable")[:count]] = True
+    shared = given["latent"][:, :, None]
+    expected = ops.attention(given["query"], shared, shared, mask=jnp.asarray(mask[:, None]))[..., :value_dim]
+    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_padding_moves_no_recurrent_state() -> None:

@@ -10,7 +10,9 @@ from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, Recurrent
 from stack_core.abi.errors import ConfigError
 from stack_core.ops.building import is_quantized
 from stack_core.ops.references.paged_pools import LAYOUTS
+from stack_core.ops.selection import KeySelection
 from stack_serve.llm import cache as cache_module
+from stack_serve.llm import selected_pages
 from stack_serve.llm.cache import HiddenStates, PagedKVCache, PagedLayer, Rows, empty_layers
 
 SHAPE = KeysValues(repeats=2, kv_heads=2, key_dim=8, value_dim=8, dtype="float32")
@@ -139,6 +141,51 @@ def test_latents_are_keys_of_one_head_whose_first_features_are_values() -> None:
     expected = jnp.einsum("hqk,kd->qhd", jax.nn.softmax(logits), latent[:, :5])
     np.testing.assert_allclose(output[:, 0], expected, atol=1e-5)
     assert layer.value is None and jnp.count_nonzero(layer.key) == latent.size
+
+
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK_TO_COMPILE)
+def attended_by_index(dtype: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
+    """Outputs of the last 5 of 8 tokens of row 0 and 2 of row 1, and what dense attention to the same keys gives."""
+    state, count = Latent(repeats=1, dim=8, value_dim=5, dtype="float32", index_dim=6), 3
+    shapes = {"query": (HEADS, 8), "latent": (8,), "index_query": (7, 6), "weights": (7,), "index_key": (6,)}
+    keys = jax.random.split(jax.random.key(1), len(shapes))
+    given = {
+        name: jax.random.normal(key, (10, *shape)) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    layers = empty_layers(state, pages=PAGES, page_tokens=PAGE_TOKENS, slots=3, layout=layout, dtype=dtype)
+    layer = jax.tree.map(lambda pool: pool + jnp.asarray(jnp.nan, pool.dtype), layer_of(layers))  # unwritten slots
+
+    def attend(layer: Any, of_step: Rows, tokens: slice, padding: int) -> Any:
+        widths = lambda array: ((0, padding), *[(0, 0)] * array.ndim)
+        query, latent, *index = (
+            jnp.pad(given[name][tokens, None], widths(given[name]), constant_values=9.0) for name in shapes
+        )
+        index = KeySelection(query=index[0], weights=index[1], key=index[2], count=count)
+        cache = PagedKVCache(None, of_step, layout)
+        return cache.attend_latent(layer, query, latent, AttentionSpec(scale=0.3), value_dim=5, index=index)
+
+    first, layer = attend(layer, rows([0, 0], [3, 0], 3), slice(0, 3), 0)
+    output, _ = attend(layer, rows([3, 0], [5, 2], 8), slice(3, 10), 1)
+
+    def dense(places: slice) -> jax.Array:
+        query, latent, index_query, weights, index_key = (given[name][places] for name in shapes)
+        scores = jnp.einsum("qh,qhk->qk", weights, jax.nn.relu(jnp.einsum("qhd,kd->qhk", index_query, index_key)))
+        scores = jnp.where(jnp.tri(len(query), dtype=bool), scores, -jnp.inf)
+        selected = jnp.argsort(jnp.argsort(-scores)) < count
+        logits = 0.3 * jnp.einsum("qhd,kd->hqk", query, latent)
+        weights = jax.nn.softmax(jnp.where(selected & (scores > -jnp.inf), logits, -jnp.inf))
+        return jnp.einsum("hqk,kd->qhd", weights, latent[:, :5])
+
+    return jnp.concatenate([first, output])[:, 0], jnp.concatenate([dense(slice(0, 8)), dense(slice(8, 10))])
+
+
+@pytest.mark.parametrize("layout", ["phsd", "pshd", "hpsd"])
+def test_tokens_attend_to_the_latents_that_an_indexer_selects(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if layout == "hpsd":  # parts of two tokens, the last one padded
+        monkeypatch.setattr(selected_pages, "_PART_BYTES", 2 * 4 * (TABLES.shape[1] * PAGE_TOKENS * 13 + 3 * 8))
+    found, expected = attended_by_index("model", layout)
+    np.testing.assert_allclose(found[:10], expected, atol=1e-5)
+    assert not found[10].any()  # padding
 
 
 SUMS = Recurrent(repeats=1, shapes=((2,), ()), dtypes=("float32", "float32"))

@@ -57,6 +57,7 @@ class KeysValues:
 class Latent:
     """State of attention with one vector [dim] per token; its first `value_dim` features are the value.
 
+    A positive `index_dim` stores the token's key [index_dim] of an indexer, too; see `KVCache.attend_latent`.
     Source: DeepSeek-AI, DeepSeek-V2, 2024 (arXiv:2405.04434).
     """
 
@@ -64,6 +65,7 @@ class Latent:
     dim: int
     value_dim: int
     dtype: str
+    index_dim: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,12 +150,14 @@ class KVCache(Protocol):
         ...
 
     def attend_latent(
-        self, layer: Any, query: jax.Array, latent: jax.Array, spec: AttentionSpec, *, value_dim: int
+        self, layer: Any, query: jax.Array, latent: jax.Array, spec: AttentionSpec, *, value_dim: int, index: Any = None
     ) -> tuple[jax.Array, Any]:
         """Appends latent[batch, seq, dim], then attends to all latents, the keys and values of every head.
 
         Args:
           query: [batch, seq, heads, dim].
+          index: `KeySelection` of the call's tokens, by which each query selects the latents that it attends to;
+            passed only by layers with an `index_dim`. Its keys are appended, too.
 
         Returns:
           Output [batch, seq, heads, value_dim], and the layer with the new tokens.

@@ -12,6 +12,7 @@ from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
 from stack_core.abi.errors import ArgumentError
 from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR, QView
+from stack_core.ops.selection import KeySelection, attend_selected
 
 __all__ = [
     "CODE_DTYPES",
@@ -92,9 +93,15 @@ class LayerCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LatentCache:
-    """Latents, [repeats, batch, 1, capacity, dim], with one head shared by all query heads."""
+    """Latents, [repeats, batch, 1, capacity, dim], with one head shared by all query heads.
+
+    Attributes:
+      latent: array or `CodedVectors`.
+      index_key: keys of an indexer, [repeats, batch, 1, capacity, index_dim]; None without an indexer.
+    """
 
     latent: Any
+    index_key: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -152,8 +159,8 @@ class DenseKVCache:
             match state:
                 case KeysValues(kv_heads=heads, key_dim=key_dim, value_dim=value_dim):
                     return LayerCache(zeros(state, heads, key_dim), zeros(state, heads, value_dim))
-                case Latent(dim=dim):
-                    return LatentCache(zeros(state, 1, dim))
+                case Latent(dim=dim, index_dim=index_dim):
+                    return LatentCache(zeros(state, 1, dim), zeros(state, 1, index_dim) if index_dim else None)
                 case Recurrent(repeats=repeats, shapes=shapes, dtypes=dtypes):
                     kinds = zip(shapes, dtypes, strict=True)
                     return RecurrentCache(tuple(jnp.zeros((repeats, batch, *shape), dtype) for shape, dtype in kinds))
@@ -212,11 +219,24 @@ class DenseKVCache:
         spec: AttentionSpec,
         *,
         value_dim: int,
+        index: KeySelection | None = None,
     ) -> tuple[Float[Array, "batch seq heads value_dim"], LatentCache]:
-        """Appends latents to one layer and computes causal attention over its contents."""
-        layer = LatentCache(self._append(layer.latent, latent[:, :, None]))
+        """Appends latents to one layer and computes causal attention over its contents.
+
+        Args:
+          index: operands by which each query selects the latents that it attends to; None attends to all.
+        """
+        index_key = None if index is None else self._append(layer.index_key, index.key[:, :, None])
+        layer = LatentCache(self._append(layer.latent, latent[:, :, None]), index_key)
         keys = ops.dequantize(layer.latent, query.dtype)
-        return self._attention(query, keys, keys[..., :value_dim], spec, None), layer
+        if index is None or keys.shape[2] <= index.count:
+            return self._attention(query, keys, keys[..., :value_dim], spec, None), layer
+        keys, index_keys = keys.swapaxes(1, 2), ops.dequantize(index_key, index.query.dtype)[:, 0]
+        positions = self.lengths[:, None] + jnp.arange(query.shape[1])
+        selection = replace(index, key=index_keys)
+        values = keys[..., :value_dim]
+        output = attend_selected(query, keys, values, selection, positions=positions, scale=spec.scale, axes=_AXES)
+        return output, layer
 
     def recur(self, layer: RecurrentCache, transition: Transition, *inputs: jax.Array) -> tuple[Any, RecurrentCache]:
         """Runs a recurrence over the call's tokens; padding beyond `expected` tokens does not change the state."""

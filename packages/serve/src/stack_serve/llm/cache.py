@@ -18,7 +18,9 @@ from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState,
 from stack_core.abi.errors import ConfigError
 from stack_core.ops.building import holds_values, stack_key_value
 from stack_core.ops.kv_cache import CODE_DTYPES, CodedVectors, coded
+from stack_core.ops.selection import KeySelection
 from stack_serve.llm.config import ANY_LAYOUT, CacheType, PageLayout
+from stack_serve.llm.selected_pages import attend_selected_pages
 
 __all__ = [
     "HiddenStates",
@@ -54,7 +56,8 @@ class PagedLayer:
 
     Attributes:
       key: array or `CodedVectors`. A pool of latents is stored as keys of one head.
-      value: array or `CodedVectors`; None for latents, and in layouts that store the values next to the keys.
+      value: array or `CodedVectors`; None for latents, and in layouts that store the values next to the keys. Latents
+        with an indexer have its keys here.
     """
 
     key: Any
@@ -210,11 +213,35 @@ class PagedKVCache:
         spec: AttentionSpec,
         *,
         value_dim: int,
+        index: KeySelection | None = None,
     ) -> tuple[Float[Array, "tokens 1 heads value_dim"], PagedLayer]:
-        """Writes latents to their pages as keys of one head, whose first `value_dim` features are the values."""
-        layer = PagedLayer(self._put(layer.key, latent), None)
+        """Writes latents to their pages as keys of one head, whose first `value_dim` features are the values.
+
+        Args:
+          index: operands by which each token selects the latents that it attends to; None attends to all.
+        """
+        index_keys = None if index is None else self._put(layer.value, index.key)
+        layer = PagedLayer(self._put(layer.key, latent), index_keys)
+        page_tokens = jax.tree.leaves(layer.key)[0].shape[self.layout.index("s")]
+        if index is not None and index.count < self.rows.block_tables.shape[1] * page_tokens:
+            return self._attend_selected(layer, query, index, spec, value_dim), layer
         axes = {"query": (None, "act_heads", None), "key_pages": (None,) * 4}
-        return self._attention(layer, query, spec, value_dim=value_dim, axes=axes), layer
+        return self._attention(PagedLayer(layer.key, None), query, spec, value_dim=value_dim, axes=axes), layer
+
+    def _attend_selected(
+        self, layer: PagedLayer, query: jax.Array, index: KeySelection, spec: AttentionSpec, value_dim: int
+    ) -> Float[Array, "tokens 1 heads value_dim"]:
+        # `CodedVectors` lack a dtype; their queries keep the dtype of the model.
+        own, other = (getattr(pool, "dtype", query.dtype) for pool in (layer.key, layer.value))
+        output = attend_selected_pages(
+            query[:, 0].astype(own),
+            *(_without_heads(pool, self.layout) for pool in (layer.key, layer.value)),
+            index=replace(index, query=index.query[:, 0].astype(other), weights=index.weights[:, 0]),
+            rows=self.rows,
+            scale=spec.scale,
+            value_dim=value_dim,
+        )
+        return output[:, None].astype(query.dtype)
 
     def recur(self, layer: SlotStates, transition: Transition, *inputs: jax.Array) -> tuple[Any, SlotStates]:
         """Runs a recurrence over the tokens of each row, from the state of its sequence or zeros at its first token.
@@ -324,6 +351,11 @@ class PagedKVCache:
         return tuple(places.get(axis, slice(None)) for axis in self.layout)
 
 
+def _without_heads(pool: Any, layout: PageLayout) -> Any:
+    """Returns a pool of one head as [pages, slots, features], which every layout has in this order."""
+    return jax.tree.map(lambda array: jnp.squeeze(array, axis=layout.index("h")), pool)
+
+
 def supports_shared_pool(states: Any) -> bool:
     """Returns whether every layer can store values in one pool with its keys: they exist and have equal width."""
     return not any(
@@ -369,8 +401,8 @@ def empty_layers(
             case KeysValues(kv_heads=heads, key_dim=key_dim, value_dim=value_dim):
                 value = None if holds_values(layout) else pool(state, heads, value_dim)
                 return PagedLayer(pool(state, heads, key_dim), value)
-            case Latent(dim=dim):
-                return PagedLayer(pool(state, 1, dim), None)
+            case Latent(dim=dim, index_dim=index_dim):
+                return PagedLayer(pool(state, 1, dim), pool(state, 1, index_dim) if index_dim else None)
             case Recurrent(repeats=repeats, shapes=shapes, dtypes=dtypes):
                 kinds = zip(shapes, dtypes, strict=True)
                 return SlotStates(tuple(jnp.zeros((repeats, slots, *shape), dtype) for shape, dtype in kinds))

@@ -48,6 +48,11 @@ NARROW = {
     | {"layers": 3, "rope_sections": (4, 2, 2)},
     "deepseek_v3": {"query_rank": 64, "kv_rank": 64, "nope_dim": 16, "rope_dim": 8, "value_dim": 16, "experts": 4}
     | {"active_experts": 2, "expert_mlp": 64, "expert_groups": 2, "kept_groups": 1},
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        {"query_rank": 64, "kv_rank": 64, "nope_dim": 16, "rope_dim": 8, "value_dim": 16, "experts": 4}
+        | {"active_experts": 2, "expert_mlp": 64, "index_heads": 2, "index_dim": 32, "index_count": 4},
+    ),
     "dit": {"image_size": 8, "head_dim": 16},
     "flux": {"image_size": 8, "head_dim": 16, "rope_axes": (4, 6, 6), "text_dim": 64, "pooled_dim": 64}
     | {"text_tokens": 4, "double_layers": 2, "single_layers": 2},

@@ -78,6 +78,10 @@ FAMILIES = {
     "gpt_oss": {"layers": 2, "window": 6, **EXPERTS},
     "deepseek_v3": {"kv_heads": None, "query_rank": 12, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
     | {"layers": 2, "expert_mlp": 24, "mtp_layers": 1, **EXPERTS},
+    "deepseek_v32": {"kv_heads": None, "query_rank": 12, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+    | {"layers": 2, "expert_mlp": 24, "mtp_layers": 1, "index_heads": 6, "index_dim": 8, "index_count": 7, **EXPERTS},
+    "glm_moe_dsa": {"kv_heads": None, "query_rank": 12, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+    | {"layers": 2, "expert_mlp": 24, "index_heads": 6, "index_dim": 8, "index_count": 7, **EXPERTS},
     "qwen3_next": {"period": 2, "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "expert_mlp": 24}
     | {"layers": 2, "initializer_std": 0.1, "shared_mlp": 20, "mtp_layers": 1, **EXPERTS},
     "smollm3": {"nope_interval": 2},
@@ -166,18 +170,18 @@ FAMILIES = {
     },
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states, shared keys and quantized weights.
-DEFAULT = {"gemma4": "float", "gpt_oss": "w8a8", "deepseek_v3": "float", "qwen3_next": "float"}
+DEFAULT = {"gemma4": "float", "gpt_oss": "w8a8", "deepseek_v3": "float", "deepseek_v32": "float", "qwen3_next": "float"}
 CASES = [
     pytest.param(family, rules, marks=[] if DEFAULT.get(family) == rules else pytest.mark.slow)
     for family in FAMILIES
     for rules in ("float", "w8a8")
     # Over latents the engine multiplies queries by the matrix that the whole-sequence model multiplies latents by: with
     # activations of eight bits the two code different arrays, and have no common answer.
-    if (family, rules) not in (("deepseek_v2", "w8a8"), ("deepseek_v3", "w8a8"))
+    if rules != "w8a8" or family not in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 ]
 # Pages of latents, and pages that layers share, are used again. A recurrent state describes the last token of another
 # prompt: all is computed again.
-REUSED_TOKENS = {"deepseek_v3": 20, "gemma4": 20, "qwen3_next": 0}
+REUSED_TOKENS = {"deepseek_v3": 20, "deepseek_v32": 20, "gemma4": 20, "qwen3_next": 0}
 W8A8 = [{"path": ".*", "weights": "int8", "activations": "int8"}]
 TOLERANCE = {"float": 0.0, "w8a8": 0.1}  # codes of activations: sums in another order take one to its neighbour
 PAIR = EngineConfig(max_sequences=2, step_tokens=16, page_tokens=4, pages=16)  # too few for two long sequences

@@ -58,6 +58,22 @@ PIXTRAL = {
     "vision": PIXTRAL_TOWER,
     "image_token": 7,
 }
+INDEXED = {
+    **EXPERTS,
+    "kv_heads": None,
+    "layers": 3,
+    "query_rank": 10,
+    "kv_rank": 7,
+    "nope_dim": 6,
+    "rope_dim": 4,
+    "value_dim": 5,
+    "index_heads": 3,
+    "index_dim": 8,
+    "index_count": 5,
+    "expert_groups": 2,
+    "kept_groups": 1,
+    "mtp_layers": 1,
+}
 FAMILIES = {
     "llama": {"layers": 2},
     "mistral": {"layers": 2, "window": 5},
@@ -119,6 +135,8 @@ FAMILIES = {
         "kept_groups": 1,
         "mtp_layers": 1,
     },
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": INDEXED,
     "qwen3_next": {
         **EXPERTS,
         "layers": 5,
@@ -246,7 +264,7 @@ VALUES = {
     },
     "rope_sections": (1, 2, 1),
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    "dense_layers": {"glm4_moe": 0, "deepseek_v2": 0, "deepseek_v3": 0}
+    "dense_layers": {"glm4_moe": 0, "deepseek_v2": 0, "deepseek_v3": 0, "deepseek_v32": 0, "glm_moe_dsa": 0}
     | dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"), (1,)),
     "sparse_step": {"llama4": 4, **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"), 2)},
     "rotary_share": 0.5,

@@ -117,6 +117,37 @@ FAMILIES = {
         "kept_groups": 2,
         "mtp_layers": 2,
     },
+    "deepseek_v32": {
+        "kv_heads": None,
+        "layers": 3,
+        "query_rank": 10,
+        "kv_rank": 7,
+        "nope_dim": 6,
+        "rope_dim": 4,
+        "value_dim": 5,
+        "index_heads": 3,
+        "index_dim": 7,
+        "index_count": 4,
+        "experts": 6,
+        "active_experts": 2,
+        "expert_mlp": 16,
+        "mtp_layers": 2,
+    },
+    "glm_moe_dsa": {
+        "kv_heads": None,
+        "layers": 2,
+        "query_rank": 10,
+        "kv_rank": 7,
+        "nope_dim": 6,
+        "rope_dim": 4,
+        "value_dim": 5,
+        "index_heads": 3,
+        "index_dim": 7,
+        "index_count": 4,
+        "experts": 6,
+        "active_experts": 2,
+        "expert_mlp": 16,
+    },
     "qwen3_next": {
         "layers": 3,
         "period": 2,
@@ -266,6 +297,7 @@ STATES = {
     "gemma4": {},
     "gpt_oss": {},
     "deepseek_v3": {"layers": 1, "dense_layers": 1, "mtp_layers": 0},
+    "deepseek_v32": {"layers": 1, "dense_layers": 1, "mtp_layers": 0},
     "qwen3_next": {"layers": 2, "dense_layers": (0, 1), "mtp_layers": 0},
     "ministral3": {},
     "nemotron_h": {"layers": 3, "pattern": "M*-"},
@@ -389,7 +421,7 @@ def test_square_tensors_of_experts_have_the_layout_of_the_others(expert_mlp, tra
             stored_rules(square, tensors, shapes)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwen3_5"])
 def test_a_checkpoint_may_lack_the_layers_that_predict_later_tokens(name):
     family, config = registries.models[name], make_config(name)
     tensors = [each for rule in family.weight_rules(config) for each in rule.tensor_shapes((1, 1, 1, 1))]
@@ -545,6 +577,54 @@ def test_sizes_that_gemma4_cannot_have_are_refused(changes, message):
 def test_groups_of_experts_that_hold_too_few_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         make_config("deepseek_v3", **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank=None, and the indexer reads the query latent"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types=.*not 'indexed_attention'"),
+        ("deepseek_v32", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types=.*not dense layers foll"),
+        ("deepseek_v32", {"indexer_types": ["full", "shared"]}, "indexer_types="),
+        ("deepseek_v32", {"attention_bias": True}, "attention_bias=True, not False"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "share the selection of an earlier layer"),
+        ("glm_moe_dsa", {"index_topk_pattern": "FS"}, "share the selection of an earlier layer"),
+        ("glm_moe_dsa", {"index_topk_freq": 4, "index_skip_topk_offset": 2}, "index_topk_freq=4, not 1"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave=False, not True"),
+    ],
+)
+def test_a_model_with_an_indexer_that_is_not_supported_is_refused_by_name(name, keys, message):
+    config_map = registries.models[name].config_map
+    with pytest.raises(ConversionError, match=message):
+        config_map.read({**config_map.write(make_config(name)), **keys})
+
+
+def test_layers_of_transformers_with_an_indexer_follow_their_kinds():
+    config_map = registries.models["deepseek_v32"].config_map
+    written = config_map.write(make_config("deepseek_v32"))
+    kinds = {"layer_types": ["indexed_attention"] * 3, "mlp_layer_types": ["dense", "dense", "sparse"]}
+    assert config_map.read(written)["dense_layers"] == 1
+    assert config_map.read({**written, **kinds})["dense_layers"] == 2
+    config_map = registries.models["glm_moe_dsa"].config_map
+    written = config_map.write(make_config("glm_moe_dsa"))
+    assert config_map.read({**written, "indexer_types": ["full"] * 2, "index_topk_freq": 4}) == config_map.read(written)
+
+
+def test_an_indexer_has_the_rotary_features_and_the_query_latent_of_its_attention():
+    with pytest.raises(ConfigError, match="index_dim=3 is less than rope_dim=4"):
+        make_config("deepseek_v32", index_dim=3)
+    attention = registries.models["deepseek_v32"].spec(make_config("deepseek_v32")).layers[0].attention
+    with pytest.raises(ConfigError, match=r"has an indexer.*Set query_rank"):
+        dataclasses.replace(attention, query_rank=None)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_training_does_not_change_an_indexer(name):
+    model = nnx.eval_shape(lambda: registries.models[name].build(make_config(name), key=jax.random.key(0)))
+    trained = {path: leaf.get_metadata().get("trained", True) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    assert {path for path in trained if "indexer" in path} == {
+        path for path, may_train in trained.items() if not may_train and path[-1] != "selection_bias"
+    }
 
 
 @pytest.mark.parametrize(

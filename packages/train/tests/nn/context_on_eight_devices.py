@@ -19,7 +19,7 @@ from stack_core.ops.definitions import linear_cross_entropy
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
-from stack_train.models import bamba, deepseek_v3, gemma3, gpt_oss, llama, llama4, nemotron_h, qwen3_next
+from stack_train.models import bamba, deepseek_v3, deepseek_v32, gemma3, gpt_oss, llama, llama4, nemotron_h, qwen3_next
 from stack_train.nn.context import from_zigzag, to_zigzag
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
@@ -31,6 +31,10 @@ SIZES = {"vocab_size": 64, "embed": 32, "max_positions": 32, "dtype": "float32",
 WINDOWED = gemma3.Gemma3Config(**SIZES, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, window=5, period=2)
 LATENT = deepseek_v3.DeepseekV3Config(
     **SIZES, layers=2, heads=2, mlp=32, experts=4, active_experts=2, expert_mlp=16, kv_rank=16, nope_dim=8, rope_dim=4
+)
+# The indexer of sequences of 32 tokens selects all keys, so it does not need them in order.
+INDEXED = deepseek_v32.DeepseekV32Config(
+    **SIZES, layers=1, heads=2, mlp=32, query_rank=16, kv_rank=16, nope_dim=8, rope_dim=4, index_dim=8, index_count=32
 )
 GROUPED = llama.LlamaConfig(**SIZES, layers=2, heads=4, kv_heads=2, mlp=64, context_keys="gathered")
 CHUNKED = llama4.Llama4Config(
@@ -57,6 +61,7 @@ ALL = (
     (llama4.FAMILY, CHUNKED, {"context": 4}),
     (llama4.FAMILY, dataclasses.replace(CHUNKED, context_keys="gathered"), {"context": 2}),
     (deepseek_v3.FAMILY, LATENT, {"context": 2, "expert": 2}),
+    (deepseek_v32.FAMILY, INDEXED, {"context": 2}),
     (deepseek_v3.FAMILY, dataclasses.replace(LATENT, context_keys="gathered"), {"context": 2}),
     (deepseek_v3.FAMILY, dataclasses.replace(LATENT, context_keys="ulysses"), {"context": 2, "expert": 2}),
     (llama.FAMILY, dataclasses.replace(GROUPED, context_keys="ulysses"), {"context": 2, "fsdp": 2, "tensor": 2}),
@@ -141,7 +146,7 @@ def zigzag_order_is_undone_where_it_is():
     assert "all-gather(" not in compiled.as_text().split("ENTRY")[1].split("collective-permute")[0]
 
 
-def recurrent_layers_are_refused_by_name():
+def layers_that_need_the_sequence_in_order_are_refused_by_name():
     small = {**SIZES, "layers": 1, "heads": 2, "mlp": 8}
     chosen = (
         (bamba.FAMILY, bamba.BambaConfig(**small), "Mamba-2"),
@@ -151,6 +156,7 @@ def recurrent_layers_are_refused_by_name():
             qwen3_next.Qwen3NextConfig(**small, experts=2, expert_mlp=8),
             "A gated delta rule",
         ),
+        (deepseek_v32.FAMILY, dataclasses.replace(INDEXED, index_count=31), "An indexer"),
     )
     for family, config, name in chosen:
         program = make_program(family, config, {"context": 2})
@@ -164,5 +170,5 @@ if __name__ == "__main__":
     linear_cross_entropy._FEWEST_ROWS = linear_cross_entropy._CHUNK_BYTES = 1
     linear_cross_entropy._MOST_CHUNKS = 2
     zigzag_order_is_undone_where_it_is()
-    recurrent_layers_are_refused_by_name()
+    layers_that_need_the_sequence_in_order_are_refused_by_name()
     gathered_keys_give_the_same_loss(shared_sequences_train_as_whole_ones_do(ALL if "all" in sys.argv else FEW))

@@ -22,7 +22,15 @@ from stack_core.abi.errors import ShardingError
 from stack_core.abi.mesh import LogicalAxes, axes_of, constrain, in_mesh, map_parts, parts_of
 from stack_core.ops.kv_cache import ahead_mask
 
-__all__ = ["ContextKeys", "attend", "check_unsplit_sequence", "from_zigzag", "shared_rows", "to_zigzag"]
+__all__ = [
+    "ContextKeys",
+    "attend",
+    "check_unsplit_sequence",
+    "from_zigzag",
+    "shared_rows",
+    "shared_sequence_tokens",
+    "to_zigzag",
+]
 
 _SHARED = "shared_seq"
 """Logical axis of the devices that share a sequence inside `shared_rows`; no array uses it."""
@@ -275,6 +283,11 @@ def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq
         given = [(x, ("shared_batch", None, "act_embed"))]
         found: jax.Array = map_parts(of_device, given, ("batch", "seq", "act_embed"), name="the order of the sequence")
     return found
+
+
+def shared_sequence_tokens(tokens: int) -> int:
+    """Returns the length of a sequence whose share on one device is `tokens` tokens; see `to_zigzag`."""
+    return tokens * parts_of(_SHARED)
 
 
 def check_unsplit_sequence(label: str) -> None:

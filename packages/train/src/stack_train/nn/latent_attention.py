@@ -12,10 +12,13 @@ from flax import nnx
 
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KVCache, Latent
+from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import constrain
+from stack_core.ops.selection import KeySelection
 from stack_train.nn.attention import Rope
 from stack_train.nn.build import Build
-from stack_train.nn.context import ContextKeys, attend
+from stack_train.nn.context import ContextKeys, attend, shared_sequence_tokens
+from stack_train.nn.indexer import Indexer, attend_indexed
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Norm, Rows
 from stack_train.nn.stack import named
@@ -43,6 +46,7 @@ class LatentAttention:
       rope: rotary positions.
       scale: scale of the scores.
       context_keys: see `ContextKeys`.
+      indexer: selects keys for each query; requires a query latent. None selects all keys.
     """
 
     heads: int
@@ -54,12 +58,19 @@ class LatentAttention:
     rope: Rope
     scale: float
     context_keys: ContextKeys = "ring"
+    indexer: Indexer | None = None
+
+    def __post_init__(self) -> None:
+        if self.indexer is not None and self.query_rank is None:
+            raise ConfigError("Latent attention has an indexer, which reads the query latent. Set query_rank.")
 
     def build(self, build: Build) -> "MultiHeadLatentAttention":
         return MultiHeadLatentAttention(self, build)
 
     def state(self, repeats: int, dtype: str) -> Latent:
-        return Latent(repeats=repeats, dim=self.kv_rank + self.rope_dim, value_dim=self.kv_rank, dtype=dtype)
+        index_dim = 0 if self.indexer is None else self.indexer.dim
+        dim = self.kv_rank + self.rope_dim
+        return Latent(repeats=repeats, dim=dim, value_dim=self.kv_rank, dtype=dtype, index_dim=index_dim)
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -77,29 +88,41 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_norm = build.full(spec.kv_rank, "norm", 1.0)
         self.kv = build.linear((spec.kv_rank, unfolded), ("latent", "heads"))
         self.output = build.linear((heads * spec.value_dim, embed), ("heads", "embed"), residual=True)
+        indexer = spec.indexer
+        self.indexer = indexer.build(build.child(), rank) if indexer is not None and rank is not None else None
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         spec, shape = self.spec, x.shape[:2]
-        query = constrain(self._queries(x).reshape(*shape, spec.heads, -1), "batch", "seq", "act_heads", None)
+        query_latent, query = self._queries(x)
+        query = constrain(query.reshape(*shape, spec.heads, -1), "batch", "seq", "act_heads", None)
         still, turning = jnp.split(query, [spec.nope_dim], axis=-1)
         turning = spec.rope(turning, rows.positions, "act_heads")
         latent, key = jnp.split(self.kv_down(x), [spec.kv_rank], axis=-1)
         latent = self.norm(latent, self.kv_norm, _LATENT)
         # A head axis of size 1, since all heads share this key; its logical name is None, so it is never split.
         key = spec.rope(key[:, :, None, :], rows.positions, None)
+        # Without a cache, short sequences select all keys.
+        selects = self.indexer is not None and (
+            cache is not None or shared_sequence_tokens(shape[1]) > self.indexer.spec.count
+        )
+        selection = self.indexer(x, query_latent, rows) if self.indexer is not None and selects else None
         if cache is None:
-            output = self._unfolded(jnp.concatenate([still, turning], axis=-1), latent, key, rows)
+            output = self._unfolded(jnp.concatenate([still, turning], axis=-1), latent, key, rows, selection)
         else:
-            output, layer_cache = self._absorbed(still, turning, latent, key, cache, layer_cache)
+            output, layer_cache = self._absorbed(still, turning, latent, key, cache, layer_cache, selection)
         return self.output(named(output.reshape(*shape, -1), "attention", by_op=True)), layer_cache
 
-    def _queries(self, x: Hidden) -> jax.Array:
+    def _queries(self, x: Hidden) -> tuple[Any, jax.Array]:
+        """Returns the query latent, or None without one, and the queries of all heads."""
         if self.query_down is None or self.query_up is None:
             assert self.query is not None
-            return self.query(x)
-        return self.query_up(self.norm(self.query_down(x), self.query_norm, _LATENT))
+            return None, self.query(x)
+        latent = self.norm(self.query_down(x), self.query_norm, _LATENT)
+        return latent, self.query_up(latent)
 
-    def _unfolded(self, query: jax.Array, latent: jax.Array, rotated_key: jax.Array, rows: Rows) -> jax.Array:
+    def _unfolded(
+        self, query: jax.Array, latent: jax.Array, rotated_key: jax.Array, rows: Rows, selection: KeySelection | None
+    ) -> jax.Array:
         spec = self.spec
         unfolded = self.kv(latent).reshape(*latent.shape[:2], spec.heads, -1)
         unfolded = constrain(unfolded, "batch", "seq", "act_heads", None)
@@ -108,6 +131,8 @@ class MultiHeadLatentAttention(nnx.Module):
         rotated_key = jnp.broadcast_to(rotated_key, (*key.shape[:3], spec.rope_dim))
         key = jnp.concatenate([key, rotated_key], axis=-1)
         axes: dict[str, Any] = dict.fromkeys(("query", "key", "value"), ("batch", "seq", "act_heads", None))
+        if selection is not None:
+            return attend_indexed(query, key, value, selection, rows, scale=spec.scale, axes=axes)
         return attend(
             query,
             key,
@@ -126,6 +151,7 @@ class MultiHeadLatentAttention(nnx.Module):
         rotated_key: jax.Array,
         cache: KVCache,
         layer_cache: Any,
+        selection: KeySelection | None,
     ) -> tuple[jax.Array, Any]:
         spec = self.spec
         kernel = ops.dequantize(read_weight(self.kv.kernel, latent.dtype), latent.dtype).reshape(
@@ -136,5 +162,7 @@ class MultiHeadLatentAttention(nnx.Module):
         kept = jnp.concatenate([latent, rotated_key[:, :, 0, :]], axis=-1)
         # The default scale would follow the width of the latent, not the width of the model's heads.
         attention = AttentionSpec(scale=spec.scale)
-        output, layer_cache = cache.attend_latent(layer_cache, query, kept, attention, value_dim=spec.kv_rank)
+        # Only layers with an indexer pass it, which other caches may not know.
+        index: Any = {} if selection is None else {"index": selection}
+        output, layer_cache = cache.attend_latent(layer_cache, query, kept, attention, value_dim=spec.kv_rank, **index)
         return jnp.einsum("bshl,lhv->bshv", output, to_values), layer_cache

@@ -65,8 +65,15 @@ def _lowered(context: Any, *operands: Any, call_jaxpr: Any) -> Any:
     return mlir.lower_fun(_evaluated, multiple_results=True)(plain, *operands, call_jaxpr=call_jaxpr)
 
 
-_untyped_p = Primitive("stack_untyped")
-_untyped_p.multiple_results = True
+class _Untyped(Primitive):
+    multiple_results = True
+
+    def is_high(self, *avals: Any, **params: Any) -> bool:
+        """False, so that JAX 0.12 lowers a jaxpr with a transposed loop by `_lowered`, and not with the mesh axes."""
+        return False
+
+
+_untyped_p = _Untyped("stack_untyped")
 _untyped_p.def_impl(_evaluated)
 _untyped_p.def_abstract_eval(lambda *arrays, call_jaxpr: list(call_jaxpr.out_avals))
 batching.primitive_batchers[_untyped_p] = _batch

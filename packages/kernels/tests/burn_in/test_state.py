@@ -12,10 +12,9 @@ CHECKS = [Check("norm", "mine", str(number), 0) for number in range(3)]
 
 
 def test_a_second_run_has_the_outcomes_of_a_run_that_was_not_closed(tmp_path: Path) -> None:
-    killed = State(tmp_path, "h100, jax 1")
-    killed.add(CheckResult(CHECKS[1], "failed", "off by 2", 0.5))
-    killed.add_failure("speeds", "norm rms", "failed: SIGSEGV")
-    with State(tmp_path, "h100, jax 1") as state:
+    with State(tmp_path, "h100, jax 1") as killed, State(tmp_path, "h100, jax 1") as state:
+        killed.add(CheckResult(CHECKS[1], "failed", "off by 2", 0.5))
+        killed.add_failure("speeds", "norm rms", "failed: SIGSEGV")
         assert state.results(CHECKS) == [CheckResult(CHECKS[1], "failed", "off by 2", 0.5)]
         assert state.results(CHECKS[:1]) == []
         assert state.failures("speeds") == {"norm rms": "failed: SIGSEGV"}

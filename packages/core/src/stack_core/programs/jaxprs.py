@@ -36,7 +36,9 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
 def inner(equation: Any) -> Any:
     """Returns the jaxpr that a call runs once on its operands; None for other equations."""
     name = _INNER.get(equation.primitive.name)
-    return None if name is None else equation.params[name]
+    if name is None:
+        return None
+    return equation.params[name] if name in equation.params else equation.params["call_jaxpr"]  # composite of JAX 0.12
 
 
 def scan_counts(equation: Any) -> tuple[int, int]:

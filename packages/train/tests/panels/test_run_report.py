@@ -49,18 +49,21 @@ def test_a_panel_that_fails_is_named_and_costs_no_other(tmp_path, panels):
     def refusing(directory, config):
         raise RunDirectoryError("no metrics here")
 
+    without_body = Fragment("wrong", "text")  # which no check of annotations sees
+    object.__setattr__(without_body, "body", None)
     panels(
         broken=lambda directory, config: 1 / 0,
         refusing=refusing,
         text=lambda directory, config: "text",
-        wrong=lambda directory, config: Fragment("wrong", None),
+        wrong=lambda directory, config: without_body,
         fine=lambda directory, config: Fragment("fine", element("p", "still here")),
     )
     broken, refused, text, wrong = write_report(tmp_path, {})
-    assert broken.startswith("broken: ZeroDivisionError") and wrong.startswith("wrong: ")
-    assert (refused, text) == (
+    assert broken.startswith("broken: ZeroDivisionError")
+    assert (refused, text, wrong) == (
         "refusing: no metrics here",
         "text: it returned str; a panel returns a Fragment or None.",
+        "wrong: its body is NoneType; the body of a Fragment is text.",
     )
     shown = text_of(tmp_path)
     assert "The panel 'broken' failed. ZeroDivisionError" in shown and "still here" in shown

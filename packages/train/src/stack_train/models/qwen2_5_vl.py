@@ -40,7 +40,7 @@ class Qwen25VLConfig(QwenVLSettings):
     """
 
     name: Literal["qwen2_5_vl"] = "qwen2_5_vl"
-    rope_sections: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt] = (16, 24, 24)
+    rope_sections: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt] = (8, 12, 12)
     vision: Qwen25TowerConfig = Field(default_factory=Qwen25TowerConfig)
     min_pixels: PositiveInt = 3136
     max_pixels: PositiveInt = 12_845_056

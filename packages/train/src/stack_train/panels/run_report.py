@@ -68,6 +68,8 @@ def _section(name: str, fragment: object) -> _Section | None:
         return None
     if not isinstance(fragment, Fragment):
         return _failed(name, f"it returned {type(fragment).__name__}; a panel returns a Fragment or None.")
+    if not isinstance(fragment.body, str):
+        return _failed(name, f"its body is {type(fragment.body).__name__}; the body of a Fragment is text.")
     return _Section(name, fragment.title, element("div", fragment.body))
 
 

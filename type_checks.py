@@ -48,5 +48,6 @@ def _spare(function: Callable[..., Any]) -> None:
     for name in function.__qualname__.split("."):
         found = inspect.getattr_static(found, name, None)
     found = getattr(found, "__func__", found)  # of a static or class method
-    if inspect.isfunction(found):
-        found.__no_type_check__ = True
+    # Of the wrapper, `typing.get_type_hints` would then find no annotations.
+    if inspect.isfunction(inner := getattr(found, "__wrapped__", None)):
+        inner.__no_type_check__ = True

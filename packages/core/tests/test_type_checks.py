@@ -1,5 +1,6 @@
 """What checks annotations in tests: functions of one signature share a check, and no other."""
 
+import typing
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -57,3 +58,4 @@ def test_a_definition_is_checked_in_its_first_calls() -> None:
         with pytest.raises(TypeCheckError, match="parameters"):
             twice("3")  # pyrefly: ignore[bad-argument-type]
     assert twice("3") == "33"  # pyrefly: ignore[bad-argument-type]
+    assert typing.get_type_hints(twice) == {"x": int, "return": int}

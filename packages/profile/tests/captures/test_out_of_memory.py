@@ -1,5 +1,6 @@
 """A device without memory leaves its live arrays and programs in a capture that the commands and the page read."""
 
+import gc
 import gzip
 import json
 import os
@@ -38,6 +39,7 @@ HELD = f"{__file__}:{held_arrays.__code__.co_firstlineno + 1}"
 
 def fail():
     """Asks the device for too much while arrays are live."""
+    gc.collect()  # arrays in the tracebacks of earlier failures
     held = held_arrays()
     step = jax.jit(lambda x: jnp.tanh(x @ x.T))
     jax.block_until_ready(step(held[0]))

@@ -1,8 +1,12 @@
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from stack_serve.llm.compiled_programs import CompiledPrograms, Key
+
+MAY_COMPILE = threading.Event()
+MAY_COMPILE.set()
 
 
 class Lowered:
@@ -10,6 +14,7 @@ class Lowered:
         self.key = key
 
     def compile(self, options: Any) -> Key:
+        MAY_COMPILE.wait()
         return self.key
 
 
@@ -26,7 +31,9 @@ def test_the_background_compiles_a_size_once_a_step_needs_it() -> None:
     programs.compile_first([("admit",)], [("step", 8)], None, threads=2, if_needed=needed)
     wait_until(lambda: programs.to_compile == 0)
     assert set(programs.programs) == {("admit",), ("step", 8)}
+    MAY_COMPILE.clear()
     assert programs.ready_size("step", 2, sizes) == 8
+    MAY_COMPILE.set()
     wait_until(lambda: programs.to_compile == 0)
     assert programs.ready_size("step", 2, sizes) == 2 and programs.is_ready("step", 2)
     assert ("step", 4) not in programs.programs

@@ -7,7 +7,7 @@ from typing import Any
 
 import beartype
 
-# A definition has about as many kinds of calls; checking each of a hundred thousand is a fifth of a suite's time.
+# Checking all of the 138,000 calls in the tests of the Llama took a fifth of their time.
 CHECKED_CALLS = 20
 
 _CHECKS: dict[Hashable, Callable[..., Any]] = {}

@@ -123,7 +123,7 @@ class Published:
     ) -> TunedChoice | None:
         """Chooses an implementation for one direction of a call; see `stack_core.abi.tuning.TunedTable`."""
         del forward  # gradients were timed separately
-        # A chip without known peaks cannot be compared with the timed chips. Reading the timings takes over 0.1 seconds.
+        # A chip without known peaks cannot be compared with the timed chips, whose timings take 0.1 seconds to read.
         near = nearest_chip(ChipName.of(chip), self._by_chip) if candidates and _is_accelerator(chip) else None
         if near is None:
             return None

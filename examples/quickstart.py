@@ -10,7 +10,7 @@
     uv run --find-links dist examples/quickstart.py     # in a fresh environment, from the wheels of `nox -s dist`
 
 The script trains, kills and resumes the run, then generates, aligns, profiles, quantizes, serves and exports the model.
-It runs on the CPU in about four minutes and needs stack-core and stack-train; without another package it skips that
+It runs on the CPU in about three minutes and needs stack-core and stack-train; without another package it skips that
 package's steps. The results stay in DIRECTORY, by default a new temporary directory.
 """
 
@@ -34,13 +34,13 @@ STACK = (sys.executable, "-m", "stack_core")
 PROMPT = "def read_file(path):\n"
 NAMES = ("open", "close", "read", "write", "parse", "format", "copy", "send", "find", "remove", "load", "check")
 POLL_S = 0.1
+STARTED_S = time.monotonic()
 
 
 def main() -> None:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="stack-quickstart-")) / "run"
     profiled = ("--profile.first_step", "300", "--profile.steps", "5") if is_installed("profile") else ()
     train = (*STACK, "train", str(CONFIG), "--output", str(directory), *profiled)
-    started_s = time.monotonic()
 
     say("1. Train, and kill -9 the process soon after its first checkpoint.")
     kill_after_checkpoint(train, directory)
@@ -72,7 +72,7 @@ def main() -> None:
 
     say(
         f"Validation loss {summary['validation_loss']:.3f} nats per token after {summary['step']} steps, "
-        f"{summary['work_per_s']:,.0f} {summary['work_unit']}/s; {time.monotonic() - started_s:.0f} s in all."
+        f"{summary['work_per_s']:,.0f} {summary['work_unit']}/s; {time.monotonic() - STARTED_S:.0f} s in all."
     )
     conclude(directory, served)
 
@@ -176,7 +176,9 @@ def kill_after_checkpoint(command: tuple[str, ...], directory: Path) -> None:
 
 
 def say(line: str) -> None:
-    print(f"\n=== {line}", flush=True)
+    """Prints a heading with the minutes and seconds since the start."""
+    minutes, seconds = divmod(round(time.monotonic() - STARTED_S), 60)
+    print(f"\n=== {minutes}:{seconds:02} {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stack_core.runtime import digest as module
 from stack_core.runtime.digest import array_digests
 
 
@@ -13,12 +14,27 @@ def digest(array: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "int16", "int32", "uint32", "bool"]
+    "dtype",
+    [
+        "float32",
+        "complex64",
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "uint32",
+        "bool",
+    ],
 )
-def test_every_dtype_has_the_same_digest_on_host_and_device(dtype: str) -> None:
+def test_every_dtype_has_the_same_digest_on_host_and_device(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     array = jnp.arange(24).reshape(2, 3, 4).astype(dtype)
-    assert digest(array) == digest(np.asarray(array))
-    assert digest(array) != digest(array[::-1])
+    small = digest(array)
+    assert small == digest(np.asarray(array)) != digest(array[::-1])
+    monkeypatch.setattr(module, "_MAX_HOST_SIZE", 0)  # a compiled program, as for large arrays
+    assert small == digest(array) == digest(np.asarray(array))
 
 
 def test_is_that_of_its_definition() -> None:

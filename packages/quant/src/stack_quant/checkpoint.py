@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from stack_core.abi.config import differences, to_mapping
@@ -267,7 +268,9 @@ def check_finite(source: str, model: Any) -> None:
 
     flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(model)))
     named = {"/".join(map(str, keys)): array for keys, array in flat.items()}
-    lines = [f"  {path}: {count} of {array.size}" for path, array in named.items() if (count := _not_finite(array))]
+    floating = {path: array for path, array in named.items() if jnp.issubdtype(array.dtype, jnp.inexact)}
+    counts = jax.device_get(_count_not_finite(floating))
+    lines = [f"  {path}: {count} of {named[path].size}" for path, count in counts.items() if count]
     if lines:
         listing = "\n".join(lines)
         raise QuantError(
@@ -276,5 +279,6 @@ def check_finite(source: str, model: Any) -> None:
         )
 
 
-def _not_finite(array: Any) -> int:
-    return int(jnp.sum(~jnp.isfinite(array))) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
+@jax.jit
+def _count_not_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: jnp.sum(~jnp.isfinite(array)) for path, array in arrays.items()}

@@ -8,6 +8,7 @@ s: a positive number for each input; R: the orthonormal Hadamard matrix of each 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,7 @@ class TransformedArray:
         return TransformedArray(base, scale, axis, self.block)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def hadamard(array: jax.Array, axis: int, block: int) -> jax.Array:
     """Multiplies blocks along an axis by the orthonormal Hadamard matrix of their size, a power of two.
 

@@ -82,7 +82,17 @@ def run_algorithms(
 
 
 def _floats(array: Any) -> Any:
-    return ops.dequantize(array, array.dtype) if is_quantized(array) else array
+    return _dequantized(array) if is_quantized(array) else array
+
+
+@jax.jit
+def _dequantized(array: Any) -> jax.Array:
+    return ops.dequantize(array, array.dtype)
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
 
 
 def _check_acts(resolved: ResolvedRules, chosen: Mapping[str, str]) -> None:
@@ -179,7 +189,7 @@ class _Moments:
     def finish(self, key: Slice) -> jax.Array:
         """Quantizes a slice by the moments of its product, and returns its values."""
         (path, index), (layout, moments, largest, rows) = key, self._open.pop(key)
-        if not jnp.isfinite(moments).all():
+        if not _all_finite(moments):
             raise QuantError(
                 f"The inputs of the product with {path} hold NaN or infinities for some batch of the stream. Correct "
                 "the model or the data, or leave this parameter without algorithm."

@@ -81,6 +81,7 @@ NARROW = {
     | {"mamba_state": 32, "experts": 4, "active_experts": 2, "shared_mlp": 64},
     "nemotron_h": {"layers": 4, "pattern": "ME*-", "mamba_heads": 4, "mamba_head_dim": 32, "mamba_state": 32}
     | {"mamba_groups": 1, "experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
+    "minimax": {"layers": 3, "attention_layers": (1,), "experts": 4, "active_experts": 2},
     "minimax_m2": {"experts": 4, "active_experts": 2},
     "qwen3_5_moe": {
         "layers": 3,

@@ -156,6 +156,7 @@ FAMILIES = {
         "shared_mlp": 20,
         **EXPERTS,
     },
+    "minimax": {"attention_layers": (1,), "rotary_dim": 4, "lightning_alpha": 2.0, **EXPERTS},
     "minimax_m2": {"rotary_dim": 4, **EXPERTS},
     "qwen3_5_moe": {
         "period": 3,
@@ -181,7 +182,7 @@ CASES = [
 ]
 # Pages of latents, and pages that layers share, are used again. A recurrent state describes the last token of another
 # prompt: all is computed again.
-REUSED_TOKENS = {"deepseek_v3": 20, "deepseek_v32": 20, "gemma4": 20, "qwen3_next": 0}
+REUSED_TOKENS = {"deepseek_v3": 20, "deepseek_v32": 20, "gemma4": 20, "qwen3_next": 0, "minimax": 0}
 W8A8 = [{"path": ".*", "weights": "int8", "activations": "int8"}]
 TOLERANCE = {"float": 0.0, "w8a8": 0.1}  # codes of activations: sums in another order take one to its neighbour
 PAIR = EngineConfig(max_sequences=2, step_tokens=16, page_tokens=4, pages=16)  # too few for two long sequences
@@ -249,7 +250,7 @@ def test_the_engine_answers_as_the_model_does(engine_of, family, rules):
         reference.assert_most_likely(branch, continuation.tokens, tolerance=TOLERANCE[rules])
 
 
-RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "bamba", "granite_moe_hybrid", "nemotron_h")
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "bamba", "granite_moe_hybrid", "nemotron_h", "minimax")
 DRAFTED = [family for family in FAMILIES if family not in RECURRENT]
 
 

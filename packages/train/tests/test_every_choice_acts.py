@@ -225,6 +225,7 @@ FAMILIES = {
         "rotary": True,
     },
     "nemotron_h": {**MAMBA, "pattern": "ME*-", "head_dim": 8, "shared_mlp": 12, **EXPERTS},
+    "minimax": {"layers": 4, "attention_layers": (1, 3), "head_dim": 8, "rotary_dim": 4, **EXPERTS},
     "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 4, "active_experts": 2},
     "qwen3_5_moe": {
         "layers": 5,

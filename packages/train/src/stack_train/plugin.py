@@ -12,6 +12,7 @@ _LANGUAGE_MODELS = (
     "mistral",
     "mistral3",
     "mixtral",
+    "minimax",
     "minimax_m2",
     "pixtral",
     "qwen2",

@@ -20,6 +20,7 @@ from stack_train.checkpoint import named_leaves
 from stack_train.models.weight_map import joined_tensors, shared_tensors, stored_rules
 from stack_train.nn import pipeline
 from stack_train.nn.delta import DeltaAttention
+from stack_train.nn.lightning import LightningAttention
 from stack_train.nn.mamba import Mamba2
 from stack_train.variables.weights import abstract_params
 
@@ -267,6 +268,17 @@ FAMILIES = {
         "expert_mlp": 16,
         "shared_mlp": 12,
     },
+    "minimax": {
+        "layers": 3,
+        "attention_layers": (1,),
+        "rotary_dim": 4,
+        "experts": 5,
+        "active_experts": 2,
+        "attention_alpha": 1.7,
+        "lightning_alpha": 2.3,
+        "mlp_alpha": 3.1,
+        "lightning_beta": 0.8,
+    },
     "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 5, "active_experts": 2},
     "qwen3_5_moe": {
         "layers": 3,
@@ -301,6 +313,7 @@ STATES = {
     "qwen3_next": {"layers": 2, "dense_layers": (0, 1), "mtp_layers": 0},
     "ministral3": {},
     "nemotron_h": {"layers": 3, "pattern": "M*-"},
+    "minimax": {},
 }
 """Families with every kind of state, sinks, temperatures and shared keys, and changes that make them small."""
 WHOLE = ("gemma3", "deepseek_v3", "qwen3_next", "granite_moe_hybrid", "nemotron_h")
@@ -359,7 +372,7 @@ def test_every_kind_of_attention_gets_its_keys_as_the_config_chooses(name):
         for config in (make_config(name), make_config(name, context_keys="gathered"))
     )
     acts = {kind: changed[kind] != attention for kind, attention in kinds.items()}
-    recurrent = (DeltaAttention, Mamba2)  # which refuse a sequence that devices share
+    recurrent = (DeltaAttention, LightningAttention, Mamba2)  # which refuse a sequence that devices share
     assert acts == {kind: kind not in recurrent for kind in kinds}
 
 
@@ -502,13 +515,16 @@ def test_layers_without_attention_have_no_state():
     assert kinds == ["Recurrent", "NoneType", "KeysValues", "NoneType"]
 
 
-def test_stages_refuse_layers_that_share_keys_or_have_inputs():
+def test_stages_refuse_layers_that_share_keys_or_have_inputs_or_an_index():
     tokens = jnp.zeros((2, SEQ), jnp.int32)
     unshared = {"shared_layers": 0, "wide_shared_mlp": False}
-    for changes, cause in (({}, "share keys and values"), (unshared, "per-layer embeddings")):
-        model = nnx.eval_shape(
-            lambda c=changes: registries.models["gemma4"].build(make_config("gemma4", **c), key=jax.random.key(0))
-        )
+    for name, changes, cause in (
+        ("gemma4", {}, "share keys and values"),
+        ("gemma4", unshared, "per-layer embeddings"),
+        ("minimax", {}, "decay by their depth"),
+    ):
+        config = make_config(name, **changes)
+        model = nnx.eval_shape(lambda n=name, c=config: registries.models[n].build(c, key=jax.random.key(0)))
         with pytest.raises(TrainingError, match=rf"{cause}.*mesh\.stage=1"), pipeline._around(pipeline.Boundary()):
             jax.eval_shape(lambda model, tokens: model(tokens, tokens), model, tokens)
 
@@ -669,3 +685,50 @@ def test_keys_of_a_nemotron_h_that_the_model_does_not_support_are_refused_by_nam
     config_map = registries.models["nemotron_h"].config_map
     with pytest.raises(ConversionError, match=message):
         config_map.read({**config_map.write(make_config("nemotron_h")), **keys})
+
+
+def test_a_minimax_reads_its_kinds_of_layers_and_its_rotary_features_in_every_spelling():
+    config_map = registries.models["minimax"].config_map
+    config = make_config("minimax")
+    written = config_map.write(config)
+    assert written["layer_types"] == ["linear_attention", "full_attention", "linear_attention"]
+    found = config_map.read(written)
+    assert (found["attention_layers"], found["rotary_dim"], found["lightning_beta"]) == ((1,), 4, 0.8)
+    others = {key: value for key, value in written.items() if key not in ("rotary_dim", "layer_types", "rope_theta")}
+    found = config_map.read({**others, "partial_rotary_factor": 0.7, "block_size": 64})
+    # As in transformers: softmax attention first, and another base of the frequencies.
+    assert (found["attention_layers"], found["rotary_dim"], found["rope_theta"]) == ((0, 2), 4, 1e6)
+    with pytest.raises(ConfigError, match=r"attention_layers=\(3,\): expected indices below layers=3"):
+        make_config("minimax", attention_layers=(3,))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 2}, r"layer_types=.* not 3 of linear_attention and full_attention"),
+        ({"layer_types": ["linear_attention", "mamba", "full_attention"]}, "layer_types=.*'mamba'"),
+        ({"hidden_act": "gelu", "router_jitter_noise": 0.1}, "hidden_act='gelu', not 'silu'; router_jitter_noise=0.1"),
+        ({"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
+    ],
+)
+def test_keys_of_a_minimax_that_the_model_does_not_support_are_refused_by_name(keys, message):
+    config_map = registries.models["minimax"].config_map
+    with pytest.raises(ConversionError, match=message):
+        config_map.read({**config_map.write(make_config("minimax")), **keys})
+
+
+@dataclasses.dataclass
+class Tensor:
+    array: np.ndarray
+
+    def read(self):
+        return self.array
+
+
+def test_stored_decay_rates_of_a_minimax_may_be_rounded_but_not_others():
+    family, config = registries.models["minimax"], make_config("minimax")
+    name, rates = "model.layers.2.self_attn.slope_rate", config.lightning.rates
+    rounded = jnp.asarray(rates[2], jnp.bfloat16)[:, None, None]
+    assert family.fitting(config, {name: Tensor(np.asarray(rounded))}) == family.fitting(config, {}) == config
+    with pytest.raises(ConversionError, match=r"layers\.2\.self_attn\.slope_rate has the decay rates .*heads=4"):
+        family.fitting(config, {name: Tensor(rates[1][:, None, None])})

@@ -19,7 +19,18 @@ from stack_core.ops.definitions import linear_cross_entropy
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
-from stack_train.models import bamba, deepseek_v3, deepseek_v32, gemma3, gpt_oss, llama, llama4, nemotron_h, qwen3_next
+from stack_train.models import (
+    bamba,
+    deepseek_v3,
+    deepseek_v32,
+    gemma3,
+    gpt_oss,
+    llama,
+    llama4,
+    minimax,
+    nemotron_h,
+    qwen3_next,
+)
 from stack_train.nn.context import from_zigzag, to_zigzag
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
@@ -150,6 +161,7 @@ def layers_that_need_the_sequence_in_order_are_refused_by_name():
     small = {**SIZES, "layers": 1, "heads": 2, "mlp": 8}
     chosen = (
         (bamba.FAMILY, bamba.BambaConfig(**small), "Mamba-2"),
+        (minimax.FAMILY, minimax.MiniMaxConfig(**small, experts=2), "Lightning attention"),
         (nemotron_h.FAMILY, nemotron_h.NemotronHConfig(**{**small, "layers": 2}, pattern="-M"), "Mamba-2"),
         (
             qwen3_next.FAMILY,

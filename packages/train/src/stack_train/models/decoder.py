@@ -24,10 +24,11 @@ from stack_train.nn.experts import Experts
 from stack_train.nn.feed_forward import Facts, TokenLayer
 from stack_train.nn.groups import Group, groups_of
 from stack_train.nn.layer_inputs import InputGate, LayerInputs
+from stack_train.nn.lightning import LightningAttention
 from stack_train.nn.linear import FloatName, head_of, lookup
 from stack_train.nn.pipeline import boundary
 from stack_train.nn.quantized import read_weight
-from stack_train.nn.residual import STREAM, Norm, ResidualStream, Rows, gather_sequence, shard_residual
+from stack_train.nn.residual import STREAM, Norm, NormedSum, ResidualStream, Rows, gather_sequence, shard_residual
 from stack_train.nn.stack import NamedRemat, RematPolicy, check_names, named, scan_layers
 
 __all__ = ["Block", "Decoder", "DecoderConfig", "DecoderSpec", "Layer", "MultiTokenLayer"]
@@ -135,6 +136,8 @@ class Layer:
       feed_forward_norm: False leaves the norms of its input to the feed-forward layer.
       output_norms: normalizes their outputs, before the residual sum.
       residual_scale: scale of their outputs in the residual sum.
+      attention_sum: weighted sum that replaces the first residual sum, or None.
+      feed_forward_sum: weighted sum that replaces the second one, or None.
       adds_features: adds features of images to the output at image tokens (DeepStack; Meng et al., 2024,
         arXiv:2406.04334). Each such layer, in order, takes the next `embed` of `ImageTokens.features`.
       input_gate: third sublayer, which adds the layer's per-layer embeddings (`LayerInputs`), normalized; all layers of
@@ -148,6 +151,8 @@ class Layer:
     feed_forward_norm: bool = True
     output_norms: bool = False
     residual_scale: float = 1.0
+    attention_sum: NormedSum | None = None
+    feed_forward_sum: NormedSum | None = None
     adds_features: bool = False
     input_gate: InputGate | None = None
     output_scale: bool = False
@@ -207,6 +212,7 @@ class Block(nnx.Module):
 
     def __init__(self, spec: Layer, build: Build) -> None:
         self.norm, self.residual_scale = build.norm, spec.residual_scale
+        self.attention_sum, self.feed_forward_sum = spec.attention_sum, spec.feed_forward_sum
         attention, feed_forward = spec.attention, spec.feed_forward
 
         def scale(part: Any, is_used: bool) -> Parameter | None:
@@ -228,15 +234,15 @@ class Block(nnx.Module):
         stream = replace(stream, x=named(stream.x, "layer_input"))
         facts: Facts = {}
         if self.attention is not None:
-            normed, x = self._input(stream, self.attention_norm)
+            normed, x = self._input(stream, self.attention_norm, self.attention_sum)
             added, layer_cache = self.attention(gather_sequence(normed), rows, cache, layer_cache)
-            stream = self._add(x, named(added, "attention_output"), self.attention_output_norm)
+            stream = self._add(x, named(added, "attention_output"), self.attention_output_norm, self.attention_sum)
         if self.feed_forward is not None:
-            normed, x = self._input(stream, self.feed_forward_norm)
+            normed, x = self._input(stream, self.feed_forward_norm, self.feed_forward_sum)
             added, facts = self.feed_forward(gather_sequence(normed), rows)
             if cache is None:  # only generation reports the experts of each token
                 facts.pop("experts", None)
-            stream = self._add(x, added, self.feed_forward_output_norm)
+            stream = self._add(x, added, self.feed_forward_output_norm, self.feed_forward_sum)
         if self.input_gate is not None:
             x = stream.joined().x
             stream = self._add(x, self.input_gate(gather_sequence(x), per_layer_input), self.input_gate_norm)
@@ -245,17 +251,23 @@ class Block(nnx.Module):
             stream = ResidualStream(stream.x * scale, stream.added * scale)
         return stream, layer_cache, facts
 
-    def _input(self, stream: ResidualStream, scale: Parameter | None) -> tuple[jax.Array, jax.Array]:
-        """Returns the input of the next sublayer, and the residual stream to which its output is added."""
-        if scale is not None:
-            return stream.normed(self.norm, scale)
-        x = stream.joined().x
-        return x, x
+    def _input(
+        self, stream: ResidualStream, scale: Parameter | None, weights: NormedSum | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the input of the next sublayer, and the array to which its output is added."""
+        if scale is None:
+            x = stream.joined().x
+            return x, x
+        normed, x = stream.normed(self.norm, scale)
+        return normed, x if weights is None else normed * weights.alpha
 
-    def _add(self, x: jax.Array, added: jax.Array, scale: Parameter | None) -> ResidualStream:
+    def _add(
+        self, x: jax.Array, added: jax.Array, scale: Parameter | None, weights: NormedSum | None = None
+    ) -> ResidualStream:
         added = shard_residual(added)
         added = added if scale is None else self.norm(added, scale, STREAM)
-        return ResidualStream(x, added if self.residual_scale == 1.0 else added * self.residual_scale)
+        factor = self.residual_scale if weights is None else weights.beta
+        return ResidualStream(x, added if factor == 1.0 else added * factor)
 
 
 class MultiTokenLayer(nnx.Module):
@@ -343,7 +355,8 @@ class Decoder(nnx.Module):
         Raises:
           ArgumentError: the tokens are not integers.
           ShardingError: several devices share a sequence with images.
-          TrainingError: pipeline stages divide layers that share keys and values or have per-layer embeddings.
+          TrainingError: pipeline stages divide layers that share keys and values, have per-layer embeddings, or decay
+            by their depth.
           ShapeError: there are more tokens than `max_positions`, both segments and a cache, or experts of other sizes.
         """
         self._check(tokens, segment_ids, cache, experts)
@@ -351,8 +364,8 @@ class Decoder(nnx.Module):
         # Defined here because, inside the loop, profiles show only this function's qualified name and not the decoder's
         # call stack.
         def run(block: Block, stream: ResidualStream, rows: Rows, per_layer: tuple[Any, ...]) -> tuple[Any, Any]:
-            layer_cache, features, per_layer_input, replayed = per_layer
-            rows = rows if replayed is None else replace(rows, experts=replayed)
+            layer_cache, features, per_layer_input, replayed, layer = per_layer
+            rows = replace(rows, experts=replayed, layer=layer)
             stream, layer_cache, layer_facts = block(stream, rows, cache, layer_cache, per_layer_input)
             if features is not None:
                 stream = replace(stream, added=stream.added + features)
@@ -389,12 +402,17 @@ class Decoder(nnx.Module):
         stream = ResidualStream(x, None if cache is None else jnp.zeros_like(x))
         for number, period in enumerate(self.blocks):
             caches = [None] * len(period) if cache is None else cache.layers[number]
-            per_layer = self._later_features(number, later), self._inputs_of(number, inputs)
+            per_layer = (
+                self._later_features(number, later),
+                self._inputs_of(number, inputs),
+                self._experts_of(number, experts),
+                self._indices_of(number),
+            )
             stream, outputs = scan_layers(
                 run,
                 list(period),
                 stream,
-                list(zip(caches, *per_layer, self._experts_of(number, experts), strict=True)),
+                list(zip(caches, *per_layer, strict=True)),
                 per_row=rows,
                 remat=config.remat,
                 unroll=config.unroll if cache is None else False,  # a loop updates a cache in place
@@ -444,6 +462,14 @@ class Decoder(nnx.Module):
             jnp.stack([experts[:, :, mixtures.index(layer)] for layer in group.layers(place)])
             if experts is not None and isinstance(spec.feed_forward, Experts)
             else None
+            for place, spec in enumerate(group.period)
+        ]
+
+    def _indices_of(self, number: int) -> list[Any]:
+        """Returns the indices of the layers at each place of a group, [repeats]; None for mixers without one."""
+        group = self.groups[number]
+        return [
+            jnp.array(group.layers(place)) if isinstance(spec.attention, LightningAttention) else None
             for place, spec in enumerate(group.period)
         ]
 
@@ -579,9 +605,17 @@ class Decoder(nnx.Module):
     def _check(
         self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None, experts: jax.Array | None
     ) -> None:
-        if boundary() is not None and (self.sources or self.layer_inputs is not None):
-            cause = "share keys and values" if self.sources else "have per-layer embeddings"
-            raise TrainingError(f"mesh.stage divides the layers, and layers of this model {cause}. Set mesh.stage=1.")
+        causes = {
+            "share keys and values": bool(self.sources),
+            "have per-layer embeddings": self.layer_inputs is not None,
+            "decay by their depth": any(
+                isinstance(spec.attention, LightningAttention) for group in self.groups for spec in group.period
+            ),
+        }
+        if boundary() is not None and (found := [cause for cause, holds in causes.items() if holds]):
+            raise TrainingError(
+                f"mesh.stage divides the layers, and layers of this model {found[0]}. Set mesh.stage=1."
+            )
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ArgumentError(f"The tokens are {tokens.dtype}; expected integer token ids.")
         if tokens.shape[1] > self.config.max_positions:

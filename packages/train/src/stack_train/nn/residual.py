@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from stack_core import ops
 from stack_core.abi.mesh import LogicalAxes, constrain
 
-__all__ = ["STREAM", "Hidden", "Norm", "ResidualStream", "Rows", "gather_sequence", "shard_residual"]
+__all__ = ["STREAM", "Hidden", "Norm", "NormedSum", "ResidualStream", "Rows", "gather_sequence", "shard_residual"]
 
 Hidden = Float[Array, "batch seq embed"]
 
@@ -38,6 +38,21 @@ class Norm:
         return normed
 
 
+@dataclass(frozen=True, kw_only=True)
+class NormedSum:
+    """The residual sum y = alpha n + beta f(n), n = norm(x), which adds to a sublayer's normalized input.
+
+    Source: Wang et al., DeepNet, 2022 (arXiv:2203.00555), in the variant of MiniMax-01.
+
+    Attributes:
+      alpha: weight of the normalized input n.
+      beta: weight of the sublayer's output f(n).
+    """
+
+    alpha: float
+    beta: float
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
@@ -52,8 +67,9 @@ class Rows:
       coordinates: [batch, seq, axes], positions for rotary embeddings with several axes; None if all equal `positions`.
       shared: keys and values that later layers share, by index of the layer that computed them: two arrays [batch,
         seq, kv_heads, head_dim], or a slice of the cache. None without shared keys.
-      experts: [batch, seq, active], experts of each token that this layer's mixture replays; see `route`. Unlike the
-        rest, each layer has its own. None leaves the choice to the router.
+      experts: [batch, seq, active], experts of each token that this layer's mixture replays; see `route`. set for each
+        layer. None leaves the choice to the router.
+      layer: index of the layer in the model; None for mixers without an index.
     """
 
     positions: Int[Array, "batch seq"]
@@ -62,6 +78,7 @@ class Rows:
     coordinates: Int[Array, "batch seq axes"] | None = None
     shared: dict[int, Any] | None = None
     experts: Int[Array, "batch seq active"] | None = None
+    layer: Int[Array, ""] | None = None
 
     @property
     def segments(self) -> ops.PackedSegments | None:

@@ -45,8 +45,9 @@ def state_space(
         o_t = S_t^T q_t
 
     g is `decay`, b is `beta`, S_0 is `initial_state`. In Mamba-2's notation, q is C, k is B, v is x, b is the step
-    size dt and g is dt A. The state and all arithmetic are in fp32. Unlike in `linear_attention`, a token does not
-    overwrite the value that is stored at its key.
+    size dt and g is dt A. With as many groups as heads, a fixed g per head and b = 1, it is lightning attention (Qin et
+    al., 2024, arXiv:2401.04658). The state and all arithmetic are in fp32. Unlike in `linear_attention`, a token does
+    not overwrite the value that is stored at its key.
 
     Args:
       query: q, [batch, seq, groups, key_dim]; each group is shared by heads / groups adjacent heads.

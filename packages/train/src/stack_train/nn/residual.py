@@ -67,7 +67,7 @@ class Rows:
       coordinates: [batch, seq, axes], positions for rotary embeddings with several axes; None if all equal `positions`.
       shared: keys and values that later layers share, by index of the layer that computed them: two arrays [batch,
         seq, kv_heads, head_dim], or a slice of the cache. None without shared keys.
-      experts: [batch, seq, active], experts of each token that this layer's mixture replays; see `route`. set for each
+      experts: [batch, seq, active], experts of each token that this layer's mixture replays; see `route`. Set for each
         layer. None leaves the choice to the router.
       layer: index of the layer in the model; None for mixers without an index.
     """

@@ -99,7 +99,7 @@ FAMILIES = {
         **EXPERTS,
         "layers": 3,
         "head_dim": 8,
-        "rope_sections": (2, 1, 1),
+            "rope_sections": (2, 1, 1),
         "dense_layers": (0,),
         "vision": GRID_TOWER,
         "image_token": 7,
@@ -371,17 +371,25 @@ def test_every_field_of_a_language_model_changes_its_program_or_is_refused(name)
 
 AXES = {"matrix": ("embed", "mlp"), "scale": ("embed",)}
 PARAMS = {"matrix": jax.ShapeDtypeStruct((256, 128), jnp.float32), "scale": jax.ShapeDtypeStruct((256,), jnp.float32)}
-OPTIONAL = {"skip_spikes": {}, "ema_decay": 0.9, "outer": {"every_steps": 1}, "groups": {"scale": {"rate_factor": 0.5}}}
+OPTIONAL = {
+    "skip_spikes": {},
+    "ema_decay": 0.9,
+    "outer": {"every_steps": 1},
+    "groups": {"scale": {"rate_factor": 0.5}},
+    "qk_clip": 100,
+}
 """Other values of an optimizer's fields that are off by default."""
 
 
 def update_of(config):
     """Yields a step of an optimizer from its initial state, with the parameters that would be evaluated."""
     optimizer = config.build(40, AXES)
+    # A step computes the factors of clipped weights.
+    extra = {} if config.qk_clip is None else {"weight_factors": {("matrix",): jnp.full(128, 0.5)}}
 
     def update(gradients, params):
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = optimizer.update(gradients, optimizer.init(params), params)
+            updates, state = optimizer.update(gradients, optimizer.init(params), params, **extra)
             return updates, state, config.evaluation_params(params, state)
 
     return program(update, PARAMS, PARAMS)
@@ -393,7 +401,7 @@ def test_every_field_of_an_optimizer_changes_its_update(name):
     # A warm-up, after which the rate stays at its peak for a while, makes every part of the schedule act.
     schedule = {"warmup_steps": 4, "decay": "linear", "decay_fraction": 0.5}
     # schedule_free averages the weights already, and adafactor has factored moments.
-    refused = {"schedule_free": ("ema_decay", "outer"), "adafactor": ("moments",)}.get(name, ())
+    refused = {"schedule_free": ("ema_decay", "outer", "qk_clip"), "adafactor": ("moments",)}.get(name, ())
     schedules = [{"warmup_steps": 5}, {"decay": "cosine"}, {"decay_fraction": 0.25}, {"final_fraction": 0.2}]
     if name == "schedule_free":
         schedule, schedules = {"warmup_steps": 4, "decay": "constant"}, schedules[:1]

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 # The last ones change constants of the ops, and replace their implementations.
-SCRIPTS = ("step/replicas", "nn/pipeline", "nn/experts", "models/encoder_decoder", "nn/context", "nn/opaque")
+SCRIPTS = (
+    "step/replicas",
+    "step/qk_clip",
+    "nn/pipeline",
+    "nn/experts",
+    "models/encoder_decoder",
+    "nn/context",
+    "nn/opaque",
+)
 # Each script of the command line runs as if it were started alone.
 RUN = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[2:]]"
 

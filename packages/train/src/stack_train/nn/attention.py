@@ -14,6 +14,7 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import LogicalAxes, constrain
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, attend
+from stack_train.nn.max_logits import MaxLogits, record_logits
 from stack_train.nn.residual import Hidden, Rows
 from stack_train.nn.stack import named
 
@@ -215,6 +216,7 @@ class GroupedAttention(nnx.Module):
         self.query_norm = self._scale(build, queries, "heads")
         self.key_norm = self._scale(build, keys, "kv_heads") if computes_keys else None
         self.sinks = build.full(spec.heads, "heads", 0.0) if spec.sinks else None
+        self.max_logits: MaxLogits | None = nnx.data(None)
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         spec, gate = self.spec, None
@@ -234,6 +236,7 @@ class GroupedAttention(nnx.Module):
         if cache is None:
             how = spec.op_spec
             key, value = own or source
+            self._record(query, key, rows)
             output: Any = attend(
                 query,
                 key,
@@ -256,6 +259,43 @@ class GroupedAttention(nnx.Module):
         if gate is not None:
             output = output * jax.nn.sigmoid(gate)
         return self.output(named(output.reshape(*x.shape[:2], -1), "attention", by_op=True)), layer_cache
+
+    def recorder(self) -> MaxLogits:
+        return MaxLogits(self.query.kernel.shape[0], self.spec.heads)
+
+    def clip_refusal(self) -> str | None:
+        spec = self.spec
+        if spec.head_norms or spec.whole_norms or spec.unit_norms:
+            return "its queries and keys are normalized (QK-norm), which undoes a scale of their projections"
+        if spec.keys_as_values:
+            return "its projected keys are also its values"
+        if spec.source is not None or spec.is_source:
+            return "several layers share its keys"
+        return None
+
+    def clip_factors(self, gamma: Float[Array, "repeats heads"]) -> dict[tuple[str, str], jax.Array]:
+        """Returns the factors of `ClipsLogits`.
+
+        A head with its own keys shares gamma equally between queries and keys. Keys of several query heads keep their
+        scale, like the shared keys of latent attention: a factor would change the logits of their group.
+        """
+        spec, of_key = self.spec, jnp.sqrt(gamma)
+        shared = spec.kv_heads != spec.heads
+        of_query = jnp.repeat(gamma if shared else of_key, spec.head_dim, axis=1)
+        if spec.gated:
+            each = of_query.reshape(*gamma.shape, spec.head_dim)
+            of_query = jnp.concatenate([each, jnp.ones_like(each)], axis=2).reshape(gamma.shape[0], -1)
+        factors = (
+            {"query": of_query} if shared else {"query": of_query, "key": jnp.repeat(of_key, spec.head_dim, axis=1)}
+        )
+        kernels = {(name, "kernel"): factor[:, None, :] for name, factor in factors.items()}
+        return {**kernels, **({(name, "bias"): factor for name, factor in factors.items()} if spec.bias else {})}
+
+    def _record(self, query: jax.Array, key: jax.Array, rows: Rows) -> None:
+        spec = self.spec
+        segments: Any = None if spec.chunk is None else spec.segments(rows)
+        window = None if spec.op_spec.window is None else spec.op_spec.window[0]
+        record_logits(self.max_logits, query, key, rows, scale=spec.scale, segments=segments, window=window)
 
     def _keys_values(self, x: Hidden, rows: Rows) -> tuple[jax.Array, jax.Array]:
         """Returns the layer's own keys and values, [batch, seq, kv_heads, head_dim]."""

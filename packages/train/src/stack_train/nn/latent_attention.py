@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KVCache, Latent
@@ -19,6 +20,7 @@ from stack_train.nn.attention import Rope
 from stack_train.nn.build import Build
 from stack_train.nn.context import ContextKeys, attend, shared_sequence_tokens
 from stack_train.nn.indexer import Indexer, attend_indexed
+from stack_train.nn.max_logits import MaxLogits, record_logits
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Norm, Rows
 from stack_train.nn.stack import named
@@ -90,6 +92,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.output = build.linear((heads * spec.value_dim, embed), ("heads", "embed"), residual=True)
         indexer = spec.indexer
         self.indexer = indexer.build(build.child(), rank) if indexer is not None and rank is not None else None
+        self.max_logits: MaxLogits | None = nnx.data(None)
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         spec, shape = self.spec, x.shape[:2]
@@ -112,6 +115,27 @@ class MultiHeadLatentAttention(nnx.Module):
             output, layer_cache = self._absorbed(still, turning, latent, key, cache, layer_cache, selection)
         return self.output(named(output.reshape(*shape, -1), "attention", by_op=True)), layer_cache
 
+    def recorder(self) -> MaxLogits:
+        return MaxLogits(self.kv.kernel.shape[0], self.spec.heads)
+
+    def clip_refusal(self) -> str | None:
+        return None if self.indexer is None else "its indexer selects the keys of each query"
+
+    def clip_factors(self, gamma: Float[Array, "repeats heads"]) -> dict[tuple[str, str], jax.Array]:
+        """Returns the factors of `ClipsLogits`.
+
+        The parts without positions share gamma equally. The rotated key belongs to all heads, so its queries take all.
+        """
+        spec = self.spec
+        root, ones = jnp.sqrt(gamma)[:, :, None], jnp.ones((*gamma.shape, spec.value_dim))
+        still = jnp.broadcast_to(root, (*gamma.shape, spec.nope_dim))
+        turning = jnp.broadcast_to(gamma[:, :, None], (*gamma.shape, spec.rope_dim))
+        query = "query" if spec.query_rank is None else "query_up"
+        # Both kernels are [repeats, d_in, heads * (part + part)].
+        parts = {query: (still, turning), "kv": (still, ones)}
+        flat = {name: jnp.concatenate(each, axis=2).reshape(gamma.shape[0], 1, -1) for name, each in parts.items()}
+        return {(name, "kernel"): factor for name, factor in flat.items()}
+
     def _queries(self, x: Hidden) -> tuple[Any, jax.Array]:
         """Returns the query latent, or None without one, and the queries of all heads."""
         if self.query_down is None or self.query_up is None:
@@ -133,6 +157,7 @@ class MultiHeadLatentAttention(nnx.Module):
         axes: dict[str, Any] = dict.fromkeys(("query", "key", "value"), ("batch", "seq", "act_heads", None))
         if selection is not None:
             return attend_indexed(query, key, value, selection, rows, scale=spec.scale, axes=axes)
+        record_logits(self.max_logits, query, key, rows, scale=spec.scale)
         return attend(
             query,
             key,

@@ -21,6 +21,7 @@ from stack_train.optim.offload import OffloadedState, keep_on_host, on_device
 from stack_train.optim.outer import OuterConfig, take_outer_steps
 from stack_train.optim.schedule import ScheduleConfig
 from stack_train.optim.spikes import SkippedState, SpikeConfig, skip_spikes
+from stack_train.optim.weight_factors import scale_weights
 
 __all__ = ["OptimizerConfig", "states_of"]
 
@@ -43,6 +44,8 @@ class OptimizerConfig(abc.ABC):
         (2) or 8bit (1, with a float32 scale a row). Updates are computed in float32, and rounding is stochastic.
       offload: True keeps the state in the host's memory between updates, for devices whose own memory it does not fit.
       outer: settings of outer steps over several updates (DiLoCo); None takes none.
+      qk_clip: largest attention logit of a head, such as 100. After an update whose forward pass exceeded it, the
+        head's query and key projections are scaled down (`stack_train.step.qk_clip`). None bounds none.
       groups: settings of parameter groups, by a pattern of parameter paths. The first matching pattern applies.
     """
 
@@ -55,6 +58,7 @@ class OptimizerConfig(abc.ABC):
     moments: MomentDtype = "float32"
     offload: bool = False
     outer: OuterConfig | None = None
+    qk_clip: PositiveFloat | None = None
     groups: Mapping[str, GroupConfig] = Field(default_factory=dict)
 
     @abc.abstractmethod
@@ -97,6 +101,8 @@ class OptimizerConfig(abc.ABC):
         update = self._grouped(self.learning_rate_schedule(steps), axes)
         if self.moments != "float32":
             update = compress_moments(update, self.moments, axes)
+        if self.qk_clip is not None:
+            update = scale_weights(update)
         # Outside of the groups: the global norm is the norm of all groups together.
         if self.clip_norm is not None:
             update = optax.chain(optax.clip_by_global_norm(self.clip_norm), update)

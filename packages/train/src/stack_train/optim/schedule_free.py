@@ -46,6 +46,11 @@ class ScheduleFreeConfig(OptimizerConfig):
             raise ConfigError("optimizer.ema_decay: schedule_free averages the weights already. Leave it out.")
         if self.outer is not None:
             raise ConfigError("optimizer.outer: schedule_free averages the weights of its own steps. Leave it out.")
+        if self.qk_clip is not None:
+            raise ConfigError(
+                f"optimizer.qk_clip is {self.qk_clip:g}: schedule_free evaluates an average that scaled weights would "
+                "not change. Leave it out, or choose another optimizer."
+            )
         if self.schedule.decay != "constant":
             raise ConfigError(
                 f"optimizer.schedule.decay is {self.schedule.decay!r}; schedule_free takes 'constant', with or without "

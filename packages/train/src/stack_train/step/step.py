@@ -25,6 +25,7 @@ from stack_train.optim.outer import OuterConfig
 from stack_train.step.auxiliary import INIT, AuxiliaryModel, auxiliary_models
 from stack_train.step.microbatches import accumulate, check_metrics
 from stack_train.step.precision import Precision, apply_updates, widen, widen_optimizer, zero_sums
+from stack_train.step.qk_clip import QKClip, qk_clip_of
 from stack_train.step.replicas import check_replicas, replicate, separate_replicas, train_apart
 from stack_train.step.scoring import scores
 from stack_train.step.staged import staged
@@ -36,6 +37,8 @@ from stack_train.variables.model_variables import Tree, join, values_of
 __all__ = ["Batch", "Step", "make_step"]
 
 Batch = Mapping[str, jax.Array]
+
+_LOGITS = "largest logits"  # not a name of a module, which is an identifier
 
 # Random streams folded into keys, distinct from the streams that an objective folds into its key.
 _MODEL_STREAM, _AUXILIARY_STREAM, _ROUNDING_STREAM = 0x6D6F64, 0x667274, 0x726E64
@@ -101,7 +104,17 @@ def make_step(  # noqa: PLR0913  each is an option of the step
     trained_auxiliary = (each for each in auxiliary.values() if each.optimizer is not None)
     # Patterns may match parameters of auxiliary models, so all paths are checked together.
     settings.check([*trainable.trainable_paths, *(path for each in trained_auxiliary for path in each.paths)])
-    step = Step(trainable, objective, settings, steps, auxiliary, accumulation_steps, schedule, outer)
+    qk_clip = qk_clip_of(
+        settings,
+        trainable,
+        {
+            "a section transforms the model, such as lora": transform != UNCHANGED,
+            "mesh.stage is more than 1": schedule is not None,
+            "optimizer.outer has several replicas": outer is not None,
+            "the objective trains auxiliary models": any(each.optimizer is not None for each in auxiliary.values()),
+        },
+    )
+    step = Step(trainable, objective, settings, steps, auxiliary, accumulation_steps, schedule, outer, qk_clip)
     if outer is not None:
         check_replicas(
             outer,
@@ -133,6 +146,7 @@ class Step:
       schedule: pipeline schedule; None without pipeline stages.
       outer: settings of replicas that train apart; None without replicas. Outer steps of one replica are a part of the
         optimizer.
+      qk_clip: bound of the attention logits; None bounds none.
     """
 
     model: TrainableModel
@@ -143,6 +157,7 @@ class Step:
     accumulation_steps: int = 1
     schedule: Schedule | None = None
     outer: OuterConfig | None = None
+    qk_clip: QKClip | None = None
 
     def init(self, variables: Tree, *, key: jax.Array) -> TrainState:
         """Initializes the state before the first step, without the auxiliary models of other runs.
@@ -200,7 +215,7 @@ class Step:
 
         Returns:
           The gradients in the structure of `state.trained`, the objective's metrics combined over the microbatches,
-          and the variables updated by the forward pass.
+          and the variables updated by the forward pass. With QK-clip they include the largest logits, for `update`.
         """
         # From the step count, not split from a stored key: a resumed run samples as if it had not stopped.
         key = jax.random.fold_in(state.key, state.step)
@@ -209,11 +224,13 @@ class Step:
             assert gradients is not None, "None only in evaluation"
             return self._sharded(gradients), metrics, state.mutable
         of_microbatch = partial(self._microbatch_gradients, state)
+        # The logits pass through the microbatches like other values of the forward pass.
+        mutable = state.mutable if self.qk_clip is None else {**state.mutable, _LOGITS: self.qk_clip.empty()}
         # Without a scan, which would keep a second buffer of gradients.
         if self.accumulation_steps == 1:
-            return of_microbatch(state.mutable, batch, key)
+            return of_microbatch(mutable, batch, key)
         zeros = self._sharded(zero_sums(state.trained))
-        return accumulate(of_microbatch, zeros, state.mutable, batch, jax.random.split(key, self.accumulation_steps))
+        return accumulate(of_microbatch, zeros, mutable, batch, jax.random.split(key, self.accumulation_steps))
 
     def update(self, state: TrainState, gradients: Tree, mutable: Tree) -> tuple[TrainState, Metrics]:
         """Applies gradients and updated variables to the state.
@@ -223,14 +240,17 @@ class Step:
           optimizer's metrics.
         """
         own = {name: gradients[name] for name in state.params}
+        logits, mutable = _without_logits(mutable)
+        of_logits = {} if self.qk_clip is None else {"weight_factors": self.qk_clip.factors(logits)}
         # Its own stream: rounding must not correlate with dropout or with the objective's samples.
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), _ROUNDING_STREAM)
         # optax mixes Python scalars and dtypes; profiles show the scope as a layer.
         with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
-            updates, opt_state = self.transformation.update(own, state.opt_state, state.params)
+            updates, opt_state = self.transformation.update(own, state.opt_state, state.params, **of_logits)
             params = apply_updates(state.params, updates, key=jax.random.fold_in(key, 0))
             reported = self.optimizer.metrics(opt_state, state.step, self.steps)
             reported["grad_norm"] = Metric.mean(optax.tree.norm(widen(own)))
+            reported |= {} if self.qk_clip is None else self.qk_clip.metrics(logits)
             auxiliary = dict(state.auxiliary)
             trained = (name for name, each in self.auxiliary.items() if each.optimizer is not None)
             for place, name in enumerate(trained, 1):
@@ -305,18 +325,24 @@ class Step:
         self, state: TrainState, mutable: Tree, batch: Batch, key: jax.Array
     ) -> tuple[Tree, Metrics, Tree]:
         frozen = {name: each.params for name, each in state.auxiliary.items() if each.opt_state is None}
+        logits, mutable = _without_logits(mutable)
 
         def loss(trained: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
             variables = join({name: trained[name] for name in state.params}, mutable, state.frozen)
             auxiliary = {name: trained[name] for name in self.auxiliary if name not in frozen}
             model = self.model.merge(variables, key=jax.random.fold_in(key, _MODEL_STREAM))
             model.train()
+            if self.qk_clip is not None:
+                self.qk_clip.attach(model, logits)
             # The values before the forward pass, to find variables that it assigned.
             before = values_of(model)
             objective = self._objective(variables, {**frozen, **auxiliary})
             value, metrics = self.model.transform.call(objective, model, batch, key=key)
             check_metrics(metrics)
-            return value, (metrics, self.model.variables.mutable_values(model, before))
+            moved = self.model.variables.mutable_values(model, before)
+            if self.qk_clip is not None:
+                moved = {**moved, _LOGITS: self.qk_clip.read(model, logits)}
+            return value, (metrics, moved)
 
         (_, (metrics, mutable)), gradients = jax.value_and_grad(loss, has_aux=True)(state.trained)
         return self._sharded(gradients), metrics, mutable
@@ -355,6 +381,11 @@ class Step:
         if inside.manual_axes:  # in a replica, whose rules lack the manual axis
             shardings = jax.tree.map(lambda each: NamedSharding(inside, each.spec), shardings)
         return jax.lax.with_sharding_constraint(gradients, shardings)
+
+
+def _without_logits(mutable: Tree) -> tuple[Any, Tree]:
+    """Separates the largest logits of QK-clip, empty without it, from variables that the forward pass updates."""
+    return mutable.get(_LOGITS, {}), {name: value for name, value in mutable.items() if name != _LOGITS}
 
 
 def _family_and_config(model: Any) -> tuple[Any, Any]:

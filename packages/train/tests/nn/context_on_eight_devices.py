@@ -16,6 +16,7 @@ from stack_core.abi.errors import ShardingError
 from stack_core.abi.mesh import MeshConfig, use_mesh
 from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.definitions import linear_cross_entropy
+from stack_core.ops.dual_chunk import DualChunk
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
@@ -29,6 +30,7 @@ from stack_train.models import (
     llama4,
     minimax,
     nemotron_h,
+    qwen2,
     qwen3_next,
 )
 from stack_train.nn.context import from_zigzag, to_zigzag
@@ -169,6 +171,7 @@ def layers_that_need_the_sequence_in_order_are_refused_by_name():
             "A gated delta rule",
         ),
         (deepseek_v32.FAMILY, dataclasses.replace(INDEXED, index_count=31), "An indexer"),
+        (qwen2.FAMILY, qwen2.Qwen2Config(**small, dual_chunk=DualChunk(chunk=8, local=2)), "Dual chunk attention"),
     )
     for family, config, name in chosen:
         program = make_program(family, config, {"context": 2})

@@ -12,11 +12,13 @@ import numpy as np
 
 from stack_core.abi.mesh import MeshConfig
 from stack_core.chips.device_mesh import make_mesh
+from stack_core.ops.dual_chunk import DualChunk
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
 from stack_train.models.bamba import BambaConfig
 from stack_train.models.llama import LlamaConfig
 from stack_train.models.nemotron_h import NemotronHConfig
+from stack_train.models.qwen2 import Qwen2Config
 from stack_train.nn.schedules import schedule
 from stack_train.nn.stack import NamedRemat
 from stack_train.objectives import CausalLMConfig
@@ -35,6 +37,7 @@ HYBRID = BambaConfig(
     mamba_head_dim=8,
     mamba_state=6,
 )
+DUAL_CHUNKS = Qwen2Config(**{**SIZES, "layers": 4}, dual_chunk=DualChunk(chunk=6, local=2))
 ONE_MIXER = NemotronHConfig(
     **{**SIZES, "layers": 12, "initializer_std": 0.05},
     pattern="M-*",
@@ -195,7 +198,7 @@ if __name__ == "__main__":
     stages_sum_the_gradients_of_bfloat16_parameters_in_float32()
     if everything:
         schedules = (("1f1b", 1), ("interleaved", 2), ("gpipe", 1))
-        for model in (HYBRID, ONE_MIXER):
+        for model in (HYBRID, ONE_MIXER, DUAL_CHUNKS):
             stages_give_the_gradients_of_one_device((("1f1b", 1, {"stage": 2}),), model)
         each_stage_does_its_share_of_the_layers(schedules[:2])
         what_a_stage_keeps_does_not_grow_with_microbatches(schedules, (8, 128))

@@ -12,6 +12,7 @@ from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
 from stack_core.abi.errors import ArgumentError
 from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR, QView
+from stack_core.ops.dual_chunk import DualChunk, attend_dual_chunks
 from stack_core.ops.selection import KeySelection, attend_selected
 
 __all__ = [
@@ -210,6 +211,28 @@ class DenseKVCache:
     ) -> Float[Array, "batch seq heads value_dim"]:
         """Computes causal attention over another layer, to which this call has already appended its tokens."""
         return self._attention_over(layer, query, spec, sinks, ahead)
+
+    def attend_dual_chunk(
+        self,
+        layer: LayerCache,
+        queries: Float[Array, "batch seq regions heads key_dim"],
+        key: Float[Array, "batch seq kv_heads key_dim"],
+        value: Float[Array, "batch seq kv_heads value_dim"],
+        dual_chunk: DualChunk,
+        *,
+        scale: float | None,
+    ) -> tuple[Float[Array, "batch seq heads value_dim"], LayerCache]:
+        """Appends rotated key and value to one layer and computes dual chunk attention over its contents.
+
+        Args:
+          queries: queries with the rotations of `DualChunk.query_positions`.
+        """
+        layer = LayerCache(self._append(layer.key, key), self._append(layer.value, value))
+        keys, values = (ops.dequantize(x, queries.dtype).swapaxes(1, 2) for x in (layer.key, layer.value))
+        places = self.lengths[:, None] + jnp.arange(queries.shape[1])
+        stored = jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape[:2])
+        chunks = places // dual_chunk.stride, stored // dual_chunk.stride
+        return attend_dual_chunks(queries, keys, values, places=places, chunks=chunks, scale=scale), layer
 
     def attend_latent(
         self,

@@ -396,7 +396,8 @@ def empty_layers(
             case KeysValues(chunk=int(chunk)):
                 raise ConfigError(
                     f"The paged engine has no chunked attention, which this model has (chunks of {chunk} tokens). "
-                    "Serve it with the engine static."
+                    "Serve it with the engine static, or, with model.dual_chunk, set model.max_positions to at most "
+                    f"{chunk}."
                 )
             case KeysValues(kv_heads=heads, key_dim=key_dim, value_dim=value_dim):
                 value = None if holds_values(layout) else pool(state, heads, value_dim)

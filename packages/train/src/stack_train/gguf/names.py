@@ -135,7 +135,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(name="llama", interleaves=True, fixed={"attention_bias": False, "mlp_bias": False}),
     "mistral": Architecture(name="llama", interleaves=True, fixed={"window": None}),
     "mixtral": Architecture(name="llama", interleaves=True, fixed={"window": None}, settings=_EXPERTS),
-    "qwen2": Architecture(name="qwen2", fixed={"window": None}),
+    "qwen2": Architecture(name="qwen2", fixed={"window": None, "dual_chunk": None}),
     "qwen3": Architecture(name="qwen3", fixed={"window": None, "attention_bias": False}),
     "qwen3_moe": Architecture(
         name="qwen3moe",

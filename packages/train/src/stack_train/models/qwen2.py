@@ -1,5 +1,8 @@
 """Qwen2 and Qwen2.5: a Llama with query, key and value biases, and optional sliding windows in later layers.
 
+Qwen2.5-1M has dual chunk attention (Qwen Team, Qwen2.5-1M Technical Report, 2025, arXiv:2501.15383), without the sparse
+attention of its prompts. transformers ignores both.
+
 Outputs match transformers' `Qwen2ForCausalLM`.
 
 Source: Qwen Team, Qwen2.5 Technical Report, 2024 (arXiv:2412.15115).
@@ -10,6 +13,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
+from stack_core.ops.dual_chunk import DualChunk
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.reader import ConfigMap, Reader, Setting, read_rope, write_rope
@@ -42,14 +46,20 @@ class Qwen2Config(WindowedConfig):
 
     Attributes:
       name: selects this family.
+      dual_chunk: rotary positions of sequences that are longer than the trained ones (Qwen2.5-1M), or None.
     """
 
     name: Literal["qwen2"] = "qwen2"
+    dual_chunk: DualChunk | None = None
 
 
 def spec(config: Qwen2Config) -> DecoderSpec:
+    dual = config.dual_chunk
+    # Shorter sequences have ordinary attention, with all of its kernels and caches.
+    dual = None if dual is None or config.max_positions <= dual.plain_tokens else dual
+
     def layer(number: int) -> Layer:
-        attention = config.attention(bias=True, window=config.window_of(number))
+        attention = config.attention(bias=True, window=config.window_of(number), dual_chunk=dual)
         return Layer(attention=attention, feed_forward=Gated(width=config.mlp))
 
     return DecoderSpec(layers=tuple(map(layer, range(config.layers))), norm=Norm(epsilon=config.norm_epsilon))
@@ -75,6 +85,31 @@ def write_windows(config: WindowedConfig) -> dict[str, Any]:
     }
 
 
+def _read(reader: Reader) -> dict[str, Any]:
+    """Reads windows and dual chunks, whose defaults are vLLM's."""
+    found: dict[str, Any] = {**read_windows(reader), "dual_chunk": None}
+    given = reader.get("dual_chunk_attention_config")
+    if given:
+        known = {"chunk": ("chunk_size", 8192), "local": ("local_size", 1024)}
+        known["trained"] = ("original_max_position_embeddings", 0)
+        values = {name: given.get(key, default) for name, (key, default) in known.items()}
+        found["dual_chunk"] = {**values, "trained": values["trained"] or None}
+        # Such as `sparse_attention_config`, the vertical and slash lines of MInference.
+        others = {key: value for key, value in given.items() if key not in {name for name, _ in known.values()}}
+        reader.problems += [f"dual_chunk_attention_config.{key}={value!r}" for key, value in others.items() if value]
+    return found
+
+
+def _write(config: Qwen2Config) -> dict[str, Any]:
+    """Returns the keys read by `_read`."""
+    dual, windows = config.dual_chunk, write_windows(config)
+    if dual is None:
+        return windows
+    sizes = {"chunk_size": dual.chunk, "local_size": dual.local}
+    trained = {} if dual.trained is None else {"original_max_position_embeddings": dual.trained}
+    return {**windows, "dual_chunk_attention_config": {**sizes, **trained}}
+
+
 FAMILY = DecoderFamily(
     name="qwen2",
     config_class=Qwen2Config,
@@ -86,8 +121,8 @@ FAMILY = DecoderFamily(
             Setting("max_positions", ("max_position_embeddings",), 32_768),
         ),
         fixed={"hidden_act": "silu"},
-        read_others=read_windows,
-        write_others=write_windows,
+        read_others=_read,
+        write_others=_write,
     ),
     spec=spec,
     sizes=("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"),

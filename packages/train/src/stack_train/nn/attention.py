@@ -1,6 +1,6 @@
 """Grouped-query attention with the options of current decoders: windows, norms, sinks, soft caps and gates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, runtime_checkable
 
 import jax
@@ -12,8 +12,9 @@ from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, KVCache, LayerState
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import LogicalAxes, constrain
+from stack_core.ops.dual_chunk import DualChunk, attend_dual_chunks
 from stack_train.nn.build import Build, Parameter
-from stack_train.nn.context import ContextKeys, attend
+from stack_train.nn.context import ContextKeys, attend, check_unsplit_sequence, shared_sequence_tokens
 from stack_train.nn.max_logits import MaxLogits, record_logits
 from stack_train.nn.residual import Hidden, Rows
 from stack_train.nn.stack import named
@@ -121,6 +122,7 @@ class Attention:
       window: size of the attention window in tokens, the query included; None attends to all tokens.
       chunk: number of consecutive tokens of a document that attend only to each other, instead of `window`; None
         disables chunks.
+      dual_chunk: rotary positions of long sequences (`DualChunk`), or None.
       softcap: soft cap of the scores, or None.
       scale: scale of the scores; None is head_dim ** -0.5.
       temperature: scale of queries by their position, or None.
@@ -144,6 +146,7 @@ class Attention:
     rope: Rope | None
     window: int | None = None
     chunk: int | None = None
+    dual_chunk: DualChunk | None = None
     softcap: float | None = None
     scale: float | None = None
     temperature: Temperature | None = None
@@ -163,6 +166,24 @@ class Attention:
     def __post_init__(self) -> None:
         if self.window is not None and self.chunk is not None:
             raise ConfigError(f"Attention has window={self.window} and chunk={self.chunk}; leave one of them out.")
+        if self.dual_chunk is not None:
+            self._check_dual_chunk()
+
+    def _check_dual_chunk(self) -> None:
+        """Raises a ConfigError for an option that dual chunk attention does not have."""
+        scaling = None if self.rope is None else self.rope.scaling
+        options = {
+            "a window": self.window,
+            "chunks": self.chunk,
+            "a soft cap": self.softcap,
+            "sinks": self.sinks or None,
+            "a temperature": self.temperature,
+            "shared keys": self.source,
+            "a rope_scaling": scaling,
+            "layers without rotary positions": True if self.rope is None else None,
+        }
+        if found := [name for name, value in options.items() if value is not None]:
+            raise ConfigError(f"Dual chunk attention does not support {', '.join(found)}. Leave it out, or that.")
 
     def build(self, build: Build) -> "GroupedAttention":
         return GroupedAttention(self, build)
@@ -176,7 +197,8 @@ class Attention:
             key_dim=self.head_dim,
             value_dim=self.head_dim,
             window=self._visible,
-            chunk=self.chunk,
+            # Caches that store chunks in another way refuse both.
+            chunk=self.chunk if self.dual_chunk is None else self.dual_chunk.stride,
             dtype=dtype,
         )
 
@@ -224,6 +246,9 @@ class GroupedAttention(nnx.Module):
         query = self._heads(self._normed(self.query(x), self.query_norm, "act_heads"), "act_heads", "queries")
         if spec.gated:
             query, gate = jnp.split(query, 2, axis=-1)
+        if self._uses_chunks(x, cache):
+            output, layer_cache = self._attend_dual_chunks(x, query, rows, cache, layer_cache)
+            return self._output(x, output, gate), layer_cache
         query = self._rotated(query, self.query_norm, rows, _HEADS)
         query = query if spec.temperature is None else spec.temperature(query, rows.positions)
         query = named(query, "query")
@@ -256,9 +281,46 @@ class GroupedAttention(nnx.Module):
             output, layer_cache = cache.attend(layer_cache, query, key, value, spec.op_spec, sinks=sinks, **images)
         else:
             output = cache.attend_shared(source, query, spec.op_spec, sinks=sinks, **images)
-        if gate is not None:
-            output = output * jax.nn.sigmoid(gate)
-        return self.output(named(output.reshape(*x.shape[:2], -1), "attention", by_op=True)), layer_cache
+        return self._output(x, output, gate), layer_cache
+
+    def _output(self, x: jax.Array, output: jax.Array, gate: jax.Array | None) -> jax.Array:
+        output = output if gate is None else output * jax.nn.sigmoid(gate)
+        return self.output(named(output.reshape(*x.shape[:2], -1), "attention", by_op=True))
+
+    def _uses_chunks(self, x: jax.Array, cache: KVCache | None) -> bool:
+        """Returns whether tokens may be in different chunks."""
+        dual = self.spec.dual_chunk
+        return dual is not None and (cache is not None or shared_sequence_tokens(x.shape[1]) > dual.plain_tokens)
+
+    def _attend_dual_chunks(
+        self, x: jax.Array, query: jax.Array, rows: Rows, cache: Any, layer_cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """Computes attention with the positions of `Attention.dual_chunk`.
+
+        Raises:
+          ShardingError: several devices share a sequence.
+          ConfigError: the cache does not support it, or the call has images.
+        """
+        spec, dual = self.spec, self.spec.dual_chunk
+        assert dual is not None
+        check_unsplit_sequence("Dual chunk attention")
+        if rows.ahead is not None or (cache is not None and not hasattr(cache, "attend_dual_chunk")):
+            cause = "calls with images" if cache is None else f"a {type(cache).__name__}"
+            raise ConfigError(f"Dual chunk attention does not support {cause}. Set model.dual_chunk=null.")
+        key, value = self._keys_values(x, replace(rows, positions=dual.key_positions(rows.positions)))
+        rotations = (replace(rows, positions=each) for each in dual.query_positions(rows.positions))
+        queries = jnp.stack([self._rotated(query, self.query_norm, each, _HEADS) for each in rotations], axis=2)
+        if (factor := dual.query_scale(rows.positions)) is not None:
+            queries = queries * factor[:, :, None, None, None].astype(queries.dtype)
+        queries = named(queries, "query")
+        if cache is not None:
+            found: Any = cache.attend_dual_chunk(layer_cache, queries, key, value, dual, scale=spec.scale)
+            return found
+        places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        chunks, ids = rows.positions // dual.stride, rows.segment_ids
+        segments = None if ids is None else (ids, ids)
+        both: Any = {"chunks": (chunks, chunks), "segments": segments}
+        return attend_dual_chunks(queries, key, value, places=places, scale=spec.scale, **both), None
 
     def recorder(self) -> MaxLogits:
         return MaxLogits(self.query.kernel.shape[0], self.spec.heads)
@@ -267,6 +329,8 @@ class GroupedAttention(nnx.Module):
         spec = self.spec
         if spec.head_norms or spec.whole_norms or spec.unit_norms:
             return "its queries and keys are normalized (QK-norm), which undoes a scale of their projections"
+        if spec.dual_chunk is not None:
+            return "dual chunk attention has several logits for a query and a key"
         if spec.keys_as_values:
             return "its projected keys are also its values"
         if spec.source is not None or spec.is_source:

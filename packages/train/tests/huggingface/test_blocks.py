@@ -17,7 +17,7 @@ from stack_train.variables.weights import read_params
 
 ROWS, COLUMNS = 8, 6  # neither divides every matrix
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}
-DTYPES |= {"float16": "F16", "int8": "I8", "int32": "I32", "int64": "I64"}
+DTYPES |= {"float8_e8m0fnu": "F8_E8M0", "float16": "F16", "int8": "I8", "int32": "I32", "int64": "I64"}
 
 
 def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -97,6 +97,45 @@ def test_fp8_inputs_are_not_applied_and_named(make_checkpoint, scheme):
         UserWarning, match=rf"fp8 inputs of products \(activation_scheme='{scheme}'\), which are not applied"
     ):
         open_source(directory)
+
+
+V4 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [ROWS, COLUMNS], "scale_fmt": "ue8m0"}}
+
+
+def powered(directory: Path, **changes: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    """Writes a matrix in FP8 and one in FP4 as DeepSeek-V4 does, and opens them."""
+    random = np.random.default_rng(4)
+    tensors = {
+        "attn.wq.weight": random.normal(size=(10, 9)).astype(ml_dtypes.float8_e4m3fn),
+        "attn.wq.scale": random.integers(120, 134, (2, 2)).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu),
+        "ffn.w1.weight": random.integers(-128, 128, (3, 32)).astype(np.int8),
+        "ffn.w1.scale": random.integers(120, 134, (3, 2)).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu),
+        "hc.scale": np.ones(3, np.float32),
+    }
+    write_file(directory / "model.safetensors", tensors | changes)
+    return tensors, dict(with_codes(V4, read_tensors(directory))[1].tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*which are not applied")
+def test_scales_that_are_powers_of_2_are_read_for_fp8_and_fp4(tmp_path):
+    written, found = powered(tmp_path)
+    assert found.keys() == {"attn.wq.weight", "ffn.w1.weight", "hc.scale"}
+    scales = {name: written[f"{name}.scale"].view(np.uint8) for name in ("attn.wq", "ffn.w1")}
+    wide = found["attn.wq.weight"].read()
+    for row, column in np.ndindex(10, 9):
+        power = 2.0 ** (int(scales["attn.wq"][row // ROWS, column // COLUMNS]) - 127)
+        assert wide[row, column] == np.float32(written["attn.wq.weight"][row, column]) * power
+    experts = found["ffn.w1.weight"].read()
+    assert experts.shape == (3, 64) and experts.dtype == ml_dtypes.bfloat16
+    for row, column in np.ndindex(3, 64):
+        code = int(written["ffn.w1.weight"].view(np.uint8)[row, column // 2]) >> 4 * (column % 2) & 15
+        value = FP4[code % 8] * (-1.0 if code > 7 else 1.0)
+        assert experts[row, column] == value * 2.0 ** (int(scales["ffn.w1"][row, column // 32]) - 127)
+
+
+def test_scales_of_fp4_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(ConversionError, match=r"ffn\.w1\.scale is F32\[3, 2\]; expected F8_E8M0\[3, 2\]"):
+        powered(tmp_path, **{"ffn.w1.scale": np.ones((3, 2), np.float32)})
 
 
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}, "other": 1}

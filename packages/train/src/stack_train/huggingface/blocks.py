@@ -1,4 +1,7 @@
-"""Dequantization of published checkpoints with a scale per block: FP8 (DeepSeek-V3) and MXFP4 (experts of gpt-oss)."""
+"""Dequantization of published checkpoints with a scale per block: FP8 (DeepSeek-V3) and MXFP4 (experts of gpt-oss).
+
+DeepSeek-V4 uses both, with power-of-2 scales.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,13 +12,16 @@ import ml_dtypes
 import numpy as np
 
 from stack_core.abi.errors import ConversionError
-from stack_train.huggingface.codes import Coding, check_read, fp4_values, is_positive
+from stack_train.huggingface.codes import Coding, check_read, fp4_values, is_positive, problem_of
 from stack_train.models.reader import Reader
 from stack_train.safetensors_files import StoredTensor
 
-__all__ = ["BlockTensor", "MicroscaledTensor", "fp8_codes", "read_fp8", "read_mxfp4"]
+__all__ = ["BlockTensor", "MicroscaledTensor", "PackedTensor", "fp8_codes", "read_fp8", "read_mxfp4"]
 
-_CODES, _SCALE, _ACTIVATION_SCALE = "F8_E4M3", "_scale_inv", ".activation_scale"
+_CODES, _PACKED_CODES, _POWERS = "F8_E4M3", "I8", "F8_E8M0"
+_WEIGHT, _SCALE, _ACTIVATION_SCALE = ".weight", "_scale_inv", ".activation_scale"
+_POWER_SCALE = ".scale"
+_MICROSCALED = 32
 _FP4_CODES, _FP4_SCALES = "_blocks", "_scales"
 _FLOATS = ("F32", "BF16")
 
@@ -39,7 +45,7 @@ class BlockTensor(StoredTensor):
     def read(self) -> np.ndarray:
         # In float32, since FP8 cannot represent the products with the scales.
         codes = fp8_codes(self).astype(np.float32)
-        scales = np.atleast_2d(self.scales.read().astype(np.float32))
+        scales = np.atleast_2d(_scales_of(self.scales))
         # The last block of an axis may be partial, hence the `take`.
         for axis, size in enumerate(self.block):
             scales = np.repeat(scales, size, axis).take(range(self.shape[axis]), axis)
@@ -76,15 +82,35 @@ class MicroscaledTensor(StoredTensor):
         return values
 
 
+@dataclass(frozen=True)
+class PackedTensor(StoredTensor):
+    """A matrix in MXFP4 with the layout of torch, dequantized on reading; bfloat16 represents the values exactly.
+
+        w[i, j] = value(code[i, j]) * 2**(scale[i, j // 32] - 127)
+
+    Attributes:
+      codes: pairs of codes as in `MicroscaledTensor`, int8[d_out, d_in / 2].
+      scales: powers of 2, [d_out, d_in / 32].
+    """
+
+    codes: StoredTensor
+    scales: StoredTensor
+
+    def read(self) -> np.ndarray:
+        values = fp4_values(self.codes.read().view(np.uint8)).astype(np.float32)
+        return (values * np.repeat(_scales_of(self.scales), _MICROSCALED, axis=1)).astype(self.numpy_dtype)
+
+
 def fp8_codes(tensor: StoredTensor) -> np.ndarray:
     """Reads a tensor of float8_e4m3fn."""
     return _bytes_of(tensor).view(ml_dtypes.float8_e4m3fn).reshape(tensor.shape)
 
 
 def read_fp8(coding: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> Coding:
-    """Presents the FP8 matrices of a checkpoint as bfloat16 tensors.
+    """Presents the FP8 and packed MXFP4 matrices of a checkpoint as bfloat16 tensors.
 
-    Their scales are `weight_scale_inv`: one per block of `weight_block_size`, or one per matrix if it is null.
+    The scales of FP8 are `weight_scale_inv`: one per block of `weight_block_size`, or one per matrix if it is null.
+    In DeepSeek-V4, the power-of-2 scales of both are named `scale`.
 
     Args:
       coding: the `quantization_config`.
@@ -95,7 +121,7 @@ def read_fp8(coding: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> 
     """
     reader = Reader(coding)
     # Scales have been rounded already, and tensors show which modules are in float.
-    reader.get("quant_method", "scale_fmt", "modules_to_not_convert", "ignored_layers")
+    reader.get("quant_method", "scale_fmt", "expert_dtype", "modules_to_not_convert", "ignored_layers")
     inputs = reader.get("activation_scheme")
     if inputs not in (None, "dynamic", "static"):
         reader.problems.append(f"activation_scheme={inputs!r}, not 'dynamic' or 'static'")
@@ -104,10 +130,11 @@ def read_fp8(coding: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> 
     if block is not None and not (isinstance(block, list) and len(block) == 2 and all(map(is_positive, block))):
         reader.problems.append(f"weight_block_size={block!r}, not [rows, columns] or null")
     check_read(reader, "quantization_config")
-    found, problems = dict[str, StoredTensor](), list[str]()
+    tensors, problems = _packed(tensors)
+    found = dict[str, StoredTensor]()
     for name, tensor in tensors.items():
         # Scales are read together with their codes.
-        if name.endswith(_SCALE) and _is_coded(tensors.get(name.removesuffix(_SCALE))):
+        if _is_coded(tensors.get(_codes_of(name))):
             continue
         if name.endswith(_ACTIVATION_SCALE):
             inputs = inputs or "static"
@@ -119,8 +146,8 @@ def read_fp8(coding: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> 
         expected = (
             tuple(-(-length // entries) for length, entries in zip(tensor.shape, size, strict=True)) if block else ()
         )
-        scales = tensors.get(name + _SCALE)
-        if scales is None or scales.shape != expected or scales.dtype not in _FLOATS:
+        scales = tensors.get(name + _SCALE, tensors.get(name.removesuffix(_WEIGHT) + _POWER_SCALE))
+        if scales is None or scales.shape != expected or scales.dtype not in (*_FLOATS, _POWERS):
             there = "is missing" if scales is None else f"is {scales.dtype}{list(scales.shape)}"
             problems.append(f"{name}{_SCALE} {there}; expected F32{list(expected)}")
         else:
@@ -164,6 +191,36 @@ def _microscaled(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
 
 def _is_coded(tensor: StoredTensor | None) -> bool:
     return tensor is not None and tensor.dtype == _CODES and len(tensor.shape) == 2
+
+
+def _packed(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Presents MXFP4 matrices in bytes with scales as bfloat16 tensors; returns all tensors and problems."""
+    found, problems = dict(tensors), list[str]()
+    for name, tensor in tensors.items():
+        powers = tensors.get(name.removesuffix(_WEIGHT) + _POWER_SCALE)
+        if powers is None or tensor.dtype != _PACKED_CODES or len(tensor.shape) != 2:
+            continue
+        shape = (tensor.shape[0], 2 * tensor.shape[1])
+        if problem := problem_of(powers.name, powers, (_POWERS,), (shape[0], shape[1] // _MICROSCALED)):
+            problems.append(problem)
+        found[name] = PackedTensor(tensor.path, name, "BF16", shape, tensor, powers)
+        del found[powers.name]
+    return found, problems
+
+
+def _codes_of(name: str) -> str:
+    """Returns the name of the FP8 codes that a tensor would scale; an empty name unless it is named like scales."""
+    if name.endswith(_SCALE):
+        return name.removesuffix(_SCALE)
+    return name.removesuffix(_POWER_SCALE) + _WEIGHT if name.endswith(_POWER_SCALE) else ""
+
+
+def _scales_of(tensor: StoredTensor) -> np.ndarray:
+    """Reads scales in float32. E8M0 stores biased exponents."""
+    if tensor.dtype != _POWERS:
+        return tensor.read().astype(np.float32)
+    # `ldexp` computes powers of 2 exactly.
+    return np.ldexp(np.float32(1), _bytes_of(tensor).astype(np.int32) - 127).reshape(tensor.shape)
 
 
 def _bytes_of(tensor: StoredTensor) -> np.ndarray:

@@ -192,6 +192,15 @@ def test_recurrent_models_are_not_speculated() -> None:
         Limits.of(TinyCheckpoint(name="served"), drafting, checkpoint)
 
 
+def test_states_that_exceed_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stack_serve.llm.limits.free_bytes", lambda devices: 2**30)
+    states = Recurrent(repeats=2, shapes=((2**22, 4),), dtypes=("float32",))
+    checkpoint: Any = dataclasses.replace(TinyCheckpoint(), states=states)
+    with pytest.raises(ConfigError, match=r"max_sequences=9: .* take 1\.2 GiB, and 1\.0 GiB are free\. Lower max_seq"):
+        Limits.of(checkpoint, EngineConfig(max_sequences=9))
+    assert Limits.of(checkpoint, EngineConfig(max_sequences=6)).max_tokens == 48
+
+
 def test_a_draft_model_has_the_vocabulary_of_the_served_one() -> None:
     served, words = byte_checkpoint(name="served"), byte_checkpoint(name="words", tokenizer=ByteTokenizer())
     check_vocabulary(served, words)

@@ -284,10 +284,19 @@ def _fitting_pages(models: Sequence[GenerativeCheckpoint], states: Sequence[Any]
     states_bytes, page_bytes = cache_bytes(0), cache_bytes(1) - cache_bytes(0)
     devices = config.tensor * config.expert
     device_bytes = free_bytes(jax.local_devices()[:devices])
-    if device_bytes is None or not page_bytes:
-        return 2**30  # unlimited: the caller then uses the pages needed for `max_sequences`
+    unlimited = 2**30  # the caller then uses the pages needed for `max_sequences`
+    if device_bytes is None:
+        return unlimited
     # The parameters are loaded after the limits are known, so their memory is still free.
     left_bytes = max(device_bytes * devices - _size_bytes([model.parameters for model in models]), 0)
+    if states_bytes > left_bytes:
+        raise ConfigError(
+            f"max_sequences={config.max_sequences}: the recurrent states of these sequences take "
+            f"{states_bytes / 2**30:.1f} GiB, and {left_bytes / 2**30:.1f} GiB are free. Lower max_sequences, or "
+            "model.cached_tokens of a model that has it."
+        )
+    if not page_bytes:
+        return unlimited
     # Pages are replicated over the devices of different experts.
     share_bytes = _share_bytes(left_bytes, config.memory_fraction) // config.expert
     return max(share_bytes - states_bytes, 0) // page_bytes

@@ -53,6 +53,9 @@ NARROW = {
         {"query_rank": 64, "kv_rank": 64, "nope_dim": 16, "rope_dim": 8, "value_dim": 16, "experts": 4}
         | {"active_experts": 2, "expert_mlp": 64, "index_heads": 2, "index_dim": 32, "index_count": 4},
     ),
+    "deepseek_v4": {"layers": 3, "kinds": ("window", "sparse", "heavy"), "query_rank": 64, "rope_dim": 8}
+    | {"output_groups": 2, "output_rank": 32, "sparse_rate": 2, "heavy_rate": 4, "index_heads": 2, "index_dim": 32}
+    | {"index_count": 2, "experts": 4, "active_experts": 2, "hash_layers": 1, "streams": 2, "stream_iterations": 2},
     "dit": {"image_size": 8, "head_dim": 16},
     "flux": {"image_size": 8, "head_dim": 16, "rope_axes": (4, 6, 6), "text_dim": 64, "pooled_dim": 64}
     | {"text_tokens": 4, "double_layers": 2, "single_layers": 2},

@@ -48,6 +48,7 @@ _LANGUAGE_MODELS = (
     "smollm3",
     "deepseek_v3",
     "deepseek_v32",
+    "deepseek_v4",
     "deepseek_v2",
     "glm4_moe",
     "glm_moe_dsa",

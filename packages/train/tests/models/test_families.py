@@ -134,6 +134,27 @@ FAMILIES = {
         "expert_mlp": 16,
         "mtp_layers": 2,
     },
+    "deepseek_v4": {
+        "kv_heads": None,
+        "layers": 4,
+        "head_dim": 10,
+        "query_rank": 10,
+        "rope_dim": 6,
+        "output_groups": 2,
+        "output_rank": 7,
+        "window": 4,
+        "kinds": ("window", "sparse", "heavy", "sparse"),
+        "sparse_rate": 2,
+        "heavy_rate": 3,
+        "index_heads": 3,
+        "index_dim": 8,
+        "index_count": 2,
+        "streams": 3,
+        "stream_iterations": 3,
+        "hash_layers": 1,
+        "experts": 5,
+        "active_experts": 2,
+    },
     "glm_moe_dsa": {
         "kv_heads": None,
         "layers": 2,
@@ -310,12 +331,13 @@ STATES = {
     "gpt_oss": {},
     "deepseek_v3": {"layers": 1, "dense_layers": 1, "mtp_layers": 0},
     "deepseek_v32": {"layers": 1, "dense_layers": 1, "mtp_layers": 0},
+    "deepseek_v4": {"layers": 2, "kinds": ("sparse", "heavy")},
     "qwen3_next": {"layers": 2, "dense_layers": (0, 1), "mtp_layers": 0},
     "ministral3": {},
     "nemotron_h": {"layers": 3, "pattern": "M*-"},
     "minimax": {},
 }
-"""Families with every kind of state, sinks, temperatures and shared keys, and changes that make them small."""
+"""Families with every kind of state, sinks, temperatures, shared keys and residual streams, made small by changes."""
 WHOLE = ("gemma3", "deepseek_v3", "qwen3_next", "granite_moe_hybrid", "nemotron_h")
 """Families with experts and more layers beside these states, and with scaled residual sums."""
 SEQ = 12

@@ -23,6 +23,7 @@ from stack_core.programs.hlo_costs import executed_flops
 from stack_train.models import (
     bamba,
     deepseek_v3,
+    deepseek_v4,
     deepseek_v32,
     gemma3,
     gpt_oss,
@@ -48,6 +49,9 @@ LATENT = deepseek_v3.DeepseekV3Config(
 # The indexer of sequences of 32 tokens selects all keys, so it does not need them in order.
 INDEXED = deepseek_v32.DeepseekV32Config(
     **SIZES, layers=1, heads=2, mlp=32, query_rank=16, kv_rank=16, nope_dim=8, rope_dim=4, index_dim=8, index_count=32
+)
+COMPRESSED = deepseek_v4.DeepseekV4Config(
+    **SIZES, layers=1, heads=2, mlp=16, experts=2, kinds=("heavy",), heavy_rate=3, rope_dim=4, output_groups=1
 )
 GROUPED = llama.LlamaConfig(**SIZES, layers=2, heads=4, kv_heads=2, mlp=64, context_keys="gathered")
 CHUNKED = llama4.Llama4Config(
@@ -172,6 +176,7 @@ def layers_that_need_the_sequence_in_order_are_refused_by_name():
         ),
         (deepseek_v32.FAMILY, dataclasses.replace(INDEXED, index_count=31), "An indexer"),
         (qwen2.FAMILY, qwen2.Qwen2Config(**small, dual_chunk=DualChunk(chunk=8, local=2)), "Dual chunk attention"),
+        (deepseek_v4.FAMILY, COMPRESSED, "Attention to compressed tokens"),
     )
     for family, config, name in chosen:
         program = make_program(family, config, {"context": 2})

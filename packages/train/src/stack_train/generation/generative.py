@@ -308,10 +308,10 @@ def parameters_of(model: Any) -> Iterator[tuple[_Path, Any]]:
 def _as_computed(value: Any, axes: LogicalAxes, dtype: str) -> Any:
     """Casts matrices to the compute dtype once, as the model would on every use.
 
-    Quantized matrices, scales and biases keep their dtype.
+    Quantized matrices, scales, biases and arrays without named axes, such as tables of integers, keep their dtype.
     """
     # A stack of vectors, such as scales of all layers, has two axes as well.
-    is_matrix = sum(axis != "layers" for axis in axes) >= 2
+    is_matrix = sum(axis != "layers" for axis in axes) >= 2 and any(axis not in ("layers", None) for axis in axes)
     return value.astype(dtype, copy=False) if is_matrix and not is_quantized(value) else value
 
 

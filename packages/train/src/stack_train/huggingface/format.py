@@ -292,7 +292,7 @@ def _float_tensors(run: Path, saved: RunConfig, family: Any, store: CheckpointSt
     groups = shared_tensors(family.weight_rules(saved.model))
     rules = [rule for group in groups for rule in group]
     specs = [
-        TensorSpec(name, np.dtype(abstract[rule.parameter].dtype), shape)
+        TensorSpec(name, np.dtype(rule.dtype or abstract[rule.parameter].dtype), shape)
         for rule, *_ in groups
         for name, shape in rule.tensor_shapes(abstract[rule.parameter].shape).items()
     ]

@@ -204,7 +204,7 @@ def quantized_tensors(
         for group, scheme, named in planned
         for name, shape in named.items()
         for spec in (
-            [TensorSpec(name, _float_dtype(values[group[0].parameter], dtype), shape)]
+            [TensorSpec(name, np.dtype(group[0].dtype or _float_dtype(values[group[0].parameter], dtype)), shape)]
             if scheme is None
             else scheme.specs(name, shape)
         )

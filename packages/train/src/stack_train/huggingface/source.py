@@ -58,6 +58,17 @@ class RenamesTensors(Protocol):
 
 
 @runtime_checkable
+class OmitsTensors(Protocol):
+    """A family that does not read some parts of its checkpoints.
+
+    Attributes:
+      omitted: description of each part, by the prefix of its tensors.
+    """
+
+    omitted: Mapping[str, str]
+
+
+@runtime_checkable
 class ExtractsItself(Protocol):
     """A family that extracts its model from checkpoints of the larger models of `IsPart.published_in`."""
 
@@ -207,6 +218,10 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
     rewritten, left_out = None, ()
     if isinstance(family, RenamesTensors):
         tensors = {family.published_name(name): tensor for name, tensor in tensors.items()}
+    if isinstance(family, OmitsTensors):
+        parts = family.omitted.items()
+        left_out = tuple(part for prefix, part in parts if any(name.startswith(prefix) for name in tensors))
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(family.omitted))}
     # The checkpoint is of a larger model, a part of which belongs to this family.
     if _architecture(mapping) != family.config_map.architecture:
         if isinstance(family, ExtractsItself):
@@ -321,8 +336,11 @@ def _check_tensors(
     tensors: Mapping[str, StoredTensor],
 ) -> None:
     expected: dict[str, tuple[int, ...]] = {}
+    integers = set[str]()
     for rule in rules:
-        expected |= rule.tensor_shapes(parameters[rule.parameter].shape)
+        shapes = rule.tensor_shapes(parameters[rule.parameter].shape)
+        expected |= shapes
+        integers |= shapes.keys() if rule.dtype is not None else set()
     problems = [f"{name} is missing; expected shape {shape}" for name, shape in expected.items() if name not in tensors]
     problems += [
         f"{name} has shape {tensors[name].shape}; expected {shape}"
@@ -332,7 +350,12 @@ def _check_tensors(
     problems += [
         f"{name} has dtype {tensors[name].dtype}; F32, F16 and BF16 are read"
         for name in expected
-        if name in tensors and tensors[name].numpy_dtype is None
+        if name in tensors and tensors[name].numpy_dtype is None and name not in integers
+    ]
+    problems += [
+        f"{name} has dtype {tensors[name].dtype}; I32 and I64 are read"
+        for name in integers
+        if name in tensors and tensors[name].dtype not in ("I32", "I64")
     ]
     for name in tensors.keys() - expected.keys():
         problems += _problem_of_extra(name, tensors, redundant)

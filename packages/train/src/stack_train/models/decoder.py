@@ -23,6 +23,7 @@ from stack_train.nn.context import ContextKeys, check_unsplit_sequence, from_zig
 from stack_train.nn.experts import Experts
 from stack_train.nn.feed_forward import Facts, TokenLayer
 from stack_train.nn.groups import Group, groups_of
+from stack_train.nn.hyper_connections import HyperConnections, StreamHead
 from stack_train.nn.layer_inputs import InputGate, LayerInputs
 from stack_train.nn.lightning import LightningAttention
 from stack_train.nn.linear import FloatName, head_of, lookup
@@ -176,6 +177,8 @@ class DecoderSpec:
       layers: specification of each layer.
       norm: RMS norm of all layers.
       further: identical multi-token prediction layers; see `MultiTokenLayer`.
+      connections: residual streams of all layers, which are `HyperLayer`s; None has one stream.
+      cached_tokens: maximum number of cached tokens per sequence, if that is less than `max_positions`.
       embedding_scale: factor of embedded tokens.
       logit_scale: factor of the logits; see `Head`.
       logit_softcap: soft cap of the logits; see `Head`.
@@ -184,6 +187,8 @@ class DecoderSpec:
     layers: tuple[Layer, ...]
     norm: Norm
     further: tuple[Layer, ...] = ()
+    connections: HyperConnections | None = None
+    cached_tokens: int | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -317,7 +322,7 @@ class Decoder(nnx.Module):
         self.config, self.norm_spec = config, spec.norm
         self.embedding_scale = spec.embedding_scale
         self.logit_scale, self.logit_softcap = spec.logit_scale, spec.logit_softcap
-        self.groups, self.sources = spec.groups, spec.sources
+        self.groups, self.sources, self.cached_tokens = spec.groups, spec.sources, spec.cached_tokens
         # Keys 0 and 1 are for embedding and head, so tying the head leaves the values of the layers unchanged.
         self.embedding = self._matrix((config.vocab_size, config.embed), ("vocab", "embed"), jax.random.fold_in(key, 0))
         self.blocks = nnx.List([nnx.List(period) for period in self._blocks(len(spec.layers), key)])
@@ -328,6 +333,7 @@ class Decoder(nnx.Module):
         gate, last = spec.layers[0].input_gate, jax.random.fold_in(key, 3 + len(spec.layers))
         build = Build(config.embed, 1, *self._stds(len(spec.layers)), spec.norm, config.param_dtype, last)
         self.layer_inputs = LayerInputs(config.vocab_size, len(spec.layers), gate.width, build) if gate else None
+        self.streams = StreamHead(spec.connections, build) if spec.connections else None
 
     def __call__(
         self,
@@ -398,6 +404,8 @@ class Decoder(nnx.Module):
         inputs = None if self.layer_inputs is None else self.layer_inputs(x, tokens, config.dtype)
         if images is not None:
             x, later = _with_features(x, images)
+        x = x if self.streams is None else shard_residual(self.streams.expand(x))
+        rows = replace(rows, tokens=tokens) if self._reads_tokens else rows
         # With a cache every layer passes on both terms, and a scan's carry keeps its structure, so the first is 0.
         stream = ResidualStream(x, None if cache is None else jnp.zeros_like(x))
         for number, period in enumerate(self.blocks):
@@ -421,6 +429,8 @@ class Decoder(nnx.Module):
             layer_caches.append([layer_cache for layer_cache, _ in outputs])
             facts.append([layer_facts for _, layer_facts in outputs])
             rows = self._with_sources(number, rows, layer_caches[-1])
+        if self.streams is not None:
+            stream = ResidualStream(shard_residual(self.streams.collapse(stream.joined().x)), None)
         normed, _ = stream.normed(self.norm_spec, self.norm)
         hidden = gather_sequence(normed)
         further: tuple[jax.Array, ...] = ()
@@ -485,6 +495,10 @@ class Decoder(nnx.Module):
         }
         return dict(sorted(found.items()))
 
+    @property
+    def _reads_tokens(self) -> bool:
+        return any(mixture.router.hashed_tokens is not None for mixture in self._mixtures.values())
+
     def _with_sources(self, number: int, rows: Rows, results: Sequence[Any]) -> Rows:
         """Returns rows with the keys and values, or slices of the cache, of a group's layers that others share."""
         found = {}
@@ -546,8 +560,13 @@ class Decoder(nnx.Module):
 
     @property
     def kv_cache_positions(self) -> int:
-        """Maximum number of cached tokens per sequence: `max_positions`, or fewer with some RoPE scalings."""
-        return Rope(scaling=self.config.rope_scaling).cached_positions(self.config.max_positions)
+        """Maximum number of cached tokens per sequence.
+
+        It is `max_positions`, or fewer with some RoPE scalings, or with states that reserve room for all tokens.
+        """
+        limit = self.config.max_positions
+        limit = limit if self.cached_tokens is None else min(self.cached_tokens, limit)
+        return Rope(scaling=self.config.rope_scaling).cached_positions(limit)
 
     def _blocks(self, layers: int, key: jax.Array) -> list[list[Block]]:
         """Returns the modules of each group, by position in the period, each initialized from its own PRNG key."""

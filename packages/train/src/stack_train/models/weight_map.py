@@ -21,9 +21,12 @@ class Stored:
       name: name of the tensor within a layer.
       transposed, part, units, part_axis, interleaved: see `WeightRule`.
       fused: name of the tensor that has the parameters of all experts in checkpoints of another layout, or None.
+      dtype, blocks: see `WeightRule`.
     """
 
     name: str
+    dtype: str | None = None
+    blocks: int | None = None
     transposed: bool = False
     part: tuple[int, int] = (0, 1)
     units: int = 1
@@ -38,7 +41,8 @@ Names = Mapping[str, "str | Stored"]
 Linear layers omit the last part: "attention/query" -> "self_attn.q_proj", whose kernel is ".weight". "{expert}" in a
 name stands for the index into the parameter's [experts, ...] axis. The parameters of a `MultiTokenLayer` outside of its
 block have paths that start with "further/". A name that starts with "/" is a full tensor name, and so are the names of
-parameters outside of layers: "embedding", "norm", "lm_head", and complete paths that start with "layer_inputs/".
+parameters outside of layers: "embedding", "norm", "lm_head", and complete paths that start with "layer_inputs/" or
+"streams/".
 """
 
 _LAYER = "model.layers.{layer}."
@@ -83,6 +87,9 @@ class WeightRule:
       part_axis: axis of the tensor along which it is divided into parts.
       interleaved: True if the parameter is every n-th entry from the i-th on, instead of a contiguous slice.
       fused: location in checkpoints of another layout, which is read but never written.
+      dtype: name of the dtype of written tensors of integers; None is the dtype of the parameter.
+      blocks: number of equal blocks of the tensor's rows, which the parameter stacks in an axis of its own, [blocks,
+        ...]; None does not divide the rows.
     """
 
     parameter: str
@@ -94,6 +101,8 @@ class WeightRule:
     part_axis: Literal[-2, -1] = -2
     interleaved: bool = False
     fused: "WeightRule | None" = None
+    dtype: str | None = None
+    blocks: int | None = None
 
     def stored_in(self, tensors: Mapping[str, Any], shape: tuple[int, ...]) -> "WeightRule":
         """Returns the rule for the layout of a checkpoint that has these tensors.
@@ -117,6 +126,8 @@ class WeightRule:
         if self.transposed:
             tensor_shape = (*tensor_shape[:-2], tensor_shape[-1], tensor_shape[-2])
         sizes = list(tensor_shape)
+        if self.blocks is not None:
+            sizes = [sizes[0] * sizes[1], *sizes[2:]]
         if self.part[1] > 1:
             sizes[self.part_axis] = sizes[self.part_axis] // self.units * self.part[1]
         return dict.fromkeys(names.flat, tuple(sizes))
@@ -124,6 +135,8 @@ class WeightRule:
     def part_of(self, tensor: np.ndarray) -> np.ndarray:
         """Returns a view of the parameter's part of a tensor, in the layout of an entry of `tensors`."""
         index, count = self.part
+        if self.blocks is not None:
+            return tensor.reshape(self.blocks, -1, *tensor.shape[1:])
         if count == 1:
             return tensor
         size = tensor.shape[self.part_axis] // count
@@ -198,7 +211,9 @@ def shared_tensors(rules: Sequence[WeightRule]) -> list[list[WeightRule]]:
 def joined_tensors(rules: Sequence[WeightRule], parameters: Sequence[Any]) -> dict[str, np.ndarray]:
     """Assembles parameters into tensors, by name; `rules` is one group of `shared_tensors`."""
     if rules[0].part[1] == 1:
-        return rules[0].tensors(parameters[0])
+        parameter = parameters[0] if rules[0].dtype is None else np.asarray(parameters[0]).astype(rules[0].dtype)
+        shapes = rules[0].tensor_shapes(parameter.shape)
+        return {name: array.reshape(shapes[name]) for name, array in rules[0].tensors(parameter).items()}
     shapes = rules[0].tensor_shapes(parameters[0].shape)
     # Several parameters fill different parts of these tensors.
     found = {name: np.empty(shape, np.asarray(parameters[0]).dtype) for name, shape in shapes.items()}

@@ -1,7 +1,7 @@
 """Mixtures of experts with top-k routing and expert parallelism."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
@@ -25,6 +25,12 @@ __all__ = ["Experts", "Mixture", "Router", "Routing", "route"]
 
 _NORMALIZER_EPSILON = 1e-20  # as in DeepSeek-V3: sigmoid scores may all be 0
 
+_SCORES: Final[Mapping[str, Callable[[jax.Array], jax.Array]]] = {
+    "softmax": partial(jax.nn.softmax, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+    "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
@@ -44,11 +50,13 @@ class Router:
         raises the bias of an expert whose load is below the mean, and lowers the bias of one whose load is above it
         (Wang et al., 2024, arXiv:2408.15664). None uses no bias.
       expert_scales: multiplies the weight of each expert by a learned scale.
+      hashed_tokens: size of the vocabulary if a fixed table of tokens chooses the experts, which scores still weigh
+        (Roller et al., Hash Layers, 2021, arXiv:2106.04426). None chooses by scores.
     """
 
     experts: int
     active: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     normalized: bool = True
     scale: float = 1.0
     groups: int = 1
@@ -57,6 +65,7 @@ class Router:
     dtype: FloatName | None = None
     bias_rate: float | None = None
     expert_scales: bool = False
+    hashed_tokens: int | None = None
 
 
 class Routing(NamedTuple):
@@ -80,8 +89,9 @@ def route(
     bias: Float[Array, " experts"] | None,
     router: Router,
     replayed: Int[Array, "tokens active"] | None = None,
+    hashed: Int[Array, "tokens active"] | None = None,
 ) -> Routing:
-    """Chooses and weighs the experts of each token.
+    """Chooses and weighs the experts of each token. Experts of a table, `hashed`, replace the choice by scores.
 
     Replayed experts replace the router's choice, but their weights are computed from the router's scores as usual, so
     the router gets gradients. Tokens whose first entry is negative keep the router's choice.
@@ -89,7 +99,7 @@ def route(
     Source: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, 2025
     (arXiv:2510.11370).
     """
-    scores = jax.nn.softmax(logits, axis=-1) if router.score == "softmax" else jax.nn.sigmoid(logits)
+    scores = _SCORES[router.score](logits)
     choice = scores if bias is None else scores + bias
     if router.groups > 1:
         grouped = choice.reshape(len(choice), router.groups, -1)
@@ -97,7 +107,7 @@ def route(
         kept = jax.nn.one_hot(lax.top_k(best, router.kept_groups)[1], router.groups, dtype=bool).any(axis=1)
         # -inf instead of 0, because a selection bias can make the scores of chosen groups negative.
         choice = jnp.where(kept[:, :, None], grouped, -math.inf).reshape(choice.shape)
-    own = lax.top_k(choice, router.active)[1]
+    own = lax.top_k(choice, router.active)[1] if hashed is None else hashed
     chosen = own if replayed is None else jnp.where(replayed[:, :1] >= 0, replayed.astype(own.dtype), own)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if router.normalized:
@@ -162,7 +172,8 @@ class Mixture(nnx.Module):
         self.selection_bias = None if router.bias_rate is None else bias
         # `build.scale` would be sharded like a norm over the residual stream.
         self.expert_scales = build.full(router.experts, None, 1.0) if router.expert_scales else None
-        gated = Gated(width=spec.shared, activation=spec.activation)
+        self.table = None if router.hashed_tokens is None else _hash_table(router, build.repeats)
+        gated = Gated(width=spec.shared, activation=spec.activation, limit=spec.limit)
         layer = gated if spec.gated else Plain(width=spec.shared, activation=spec.activation, bias=False)
         self.shared = layer.build(build.child()) if spec.shared else None
         self.shared_gate = build.linear((embed, 1), ("embed", None)) if spec.shared_gate else None
@@ -173,7 +184,8 @@ class Mixture(nnx.Module):
     def mixed(self, x: Hidden, rows: Rows, routed: Hidden | None = None) -> tuple[Hidden, Facts]:
         """Returns the outputs and facts; `routed` is the router's input if it differs from `x`."""
         counted = jnp.ones(x.shape[:2], bool) if rows.segment_ids is None else rows.segment_ids != 0
-        optional = {"routed": routed, "replayed": rows.experts}
+        hashed = None if self.table is None or rows.tokens is None else self.table[...].at[rows.tokens].get(mode="clip")
+        optional = {"routed": routed, "replayed": rows.experts, "hashed": hashed}
         arrays = self._parameters(x.dtype) | {name: each for name, each in optional.items() if each is not None}
         y, facts = _mixed(self.spec, x, counted, arrays)
         if self.selection_bias is not None and (rate := self.spec.router.bias_rate) is not None:
@@ -207,6 +219,7 @@ _AXES: Final[dict[str, tuple[str | None, ...]]] = {
     "expert_scales": (None,),
     "routed": ("batch", "seq", "act_embed"),
     "replayed": ("batch", "seq", None),
+    "hashed": ("batch", "seq", None),
     "gate": ("experts", "expert_embed", "mlp"),
     "up": ("experts", "expert_embed", "mlp"),
     "down": ("experts", "mlp", "expert_embed"),
@@ -215,6 +228,14 @@ _AXES: Final[dict[str, tuple[str | None, ...]]] = {
     "down_bias": ("experts", None),
 }
 """Logical axes of a mixture's parameters within a layer, of a separate input of its router, and of replayed experts."""
+
+
+def _hash_table(router: Router, repeats: int) -> nnx.Param[jax.Array]:
+    """Returns the experts of each token, [repeats, hashed_tokens, active]: adjacent tokens take turns."""
+    assert router.hashed_tokens is not None
+    turns = jnp.arange(router.hashed_tokens * router.active, dtype=jnp.int32) % router.experts
+    table = jnp.broadcast_to(turns.reshape(-1, router.active), (repeats, router.hashed_tokens, router.active))
+    return nnx.Param(table, logical_axes=("layers", None, None), trained=False)
 
 
 def _mixed(spec: Experts, x: Hidden, counted: jax.Array, arrays: Mapping[str, Any]) -> tuple[Hidden, Facts]:
@@ -239,9 +260,9 @@ def _mixed_part(
     logits = ops.linear(routed.astype(jnp.float32), parameters["router"].astype(jnp.float32))
     if "router_bias" in parameters:
         logits = logits + parameters["router_bias"].astype(jnp.float32)
-    replayed = parameters.get("replayed")
-    replayed = None if replayed is None else replayed.reshape(-1, spec.router.active)
-    routing = route(logits, parameters.get("selection_bias"), spec.router, replayed)
+    given = {name: parameters[name].reshape(-1, spec.router.active) for name in ("replayed", "hashed") if name in names}
+    replayed = given.get("replayed")
+    routing = route(logits, parameters.get("selection_bias"), spec.router, **given)
     facts = _statistics(spec.router, logits, routing, counted.reshape(-1), replayed)
     facts["experts"] = routing.experts.reshape(*x.shape[:2], -1)
     # Gathered before the grouped products, which read complete rows of each kernel (fully sharded data parallelism).

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from stack_core import ops
+from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import constrain
 from stack_core.ops.building import ACTIVATIONS
 from stack_train.nn.build import Build
@@ -38,11 +39,17 @@ class Gated:
       width: hidden width.
       activation: f.
       bias: adds biases to the three products.
+      limit: clamps x G from above and x U on both sides; see `ops.gated_linear_unit`. None does not clamp.
     """
 
     width: int
     activation: Activation = "silu"
     bias: bool = False
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bias and self.limit is not None:
+            raise ConfigError(f"A gated layer has biases and limit={self.limit}; leave one of them out.")
 
     def build(self, build: Build) -> "FeedForward":
         return FeedForward(self, build)
@@ -63,7 +70,8 @@ class FeedForward(nnx.Module):
         if self.gate.bias is None:
             gate, up = (read_weight(linear.kernel, x.dtype) for linear in (self.gate, self.up))
             axes = {"x": ("batch", "seq", "act_embed"), "w_gate": self.gate.axes, "w_up": self.up.axes}
-            gated = named(ops.gated_linear_unit(x, gate, up, activation=activation, axes=axes), "hidden", by_op=True)
+            options: Any = {"activation": activation, "limit": self.spec.limit, "axes": axes}
+            gated = named(ops.gated_linear_unit(x, gate, up, **options), "hidden", by_op=True)
         else:  # the op does not support biases
             gated = ACTIVATIONS[activation](named(self.gate(x), "hidden")) * named(self.up(x), "hidden")
         return self.down(constrain(gated, "batch", "seq", "act_mlp", name="gated activations")), {}

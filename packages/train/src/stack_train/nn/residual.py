@@ -70,6 +70,7 @@ class Rows:
       experts: [batch, seq, active], experts of each token that this layer's mixture replays; see `route`. Set for each
         layer. None leaves the choice to the router.
       layer: index of the layer in the model; None for mixers without an index.
+      tokens: [batch, seq], token ids, for mixtures that choose experts by a table; None without such a mixture.
     """
 
     positions: Int[Array, "batch seq"]
@@ -79,6 +80,7 @@ class Rows:
     shared: dict[int, Any] | None = None
     experts: Int[Array, "batch seq active"] | None = None
     layer: Int[Array, ""] | None = None
+    tokens: Int[Array, "batch seq"] | None = None
 
     @property
     def segments(self) -> ops.PackedSegments | None:

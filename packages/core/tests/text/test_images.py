@@ -14,7 +14,7 @@ class Letters:
     """A reader of "images" with a token per byte, which are decoded one file at a time."""
 
     decoded: list[bytes]
-    has_breaks: bool = False
+    layout: str = "whole"
     placeholder = "<i>"
     token = 7
     sizes = (4,)
@@ -68,11 +68,11 @@ def test_images_have_the_places_of_their_tokens() -> None:
 
 
 def test_rows_of_an_image_are_divided_by_breaks() -> None:
-    reader = Letters([], has_breaks=True)
+    reader = Letters([], layout="rows")
     images = [ReadImage(np.zeros(6), 6, (3, 2)), ReadImage(np.zeros(3), 3, (1, 3))]
     tokens = [1, 7, 7, 2, 7, 7, 2, 7, 7, 3, 7, 7, 7, 3]
     found = place_images(tokens, reader, images)
-    assert [(image.start, image.end, image.has_breaks) for image in found] == [(1, 9, True), (10, 13, True)]
+    assert [(image.start, image.end, image.layout) for image in found] == [(1, 9, "rows"), (10, 13, "rows")]
     assert [image_places(image).tolist() for image in found] == [[1, 2, 4, 5, 7, 8], [10, 11, 12]]
     with pytest.raises(ChatTemplateError, match="with one token between the rows of an image"):
         place_images([*tokens[:4], 4, *tokens[4:]], reader, images)

@@ -9,8 +9,8 @@ from stack_serve.llm.images import FeatureRows, images_of_rows, step_images
 from stack_serve.llm.sequence import Sequence
 
 
-def image(name, tokens, start=0, grid=None, has_breaks=False):
-    return PromptImage(start, tokens, None, name.encode(), grid, has_breaks)
+def image(name, tokens, start=0, grid=None, layout=None):
+    return PromptImage(start, tokens, None, name.encode(), layout or ("axes" if grid else "whole"), grid)
 
 
 def row(images, start, tokens):
@@ -74,7 +74,7 @@ def test_positions_follow_grids():
 
 
 def test_breaks_between_rows_are_text():
-    breaks = {"has_breaks": True}
+    breaks = {"layout": "rows"}
     images = (image("a", 6, start=1, grid=(3, 2), **breaks), image("b", 2, start=10, grid=(1, 2), **breaks))
     rows = FeatureRows(8)
     rows.assign(images)

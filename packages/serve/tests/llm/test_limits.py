@@ -58,10 +58,13 @@ class Reader:
     """Shapes of images of up to 6 tokens."""
 
     has_grids: bool
-    has_breaks: bool = False
     placeholder = "<image>"
     token = 1
     sizes = (2, 6)
+
+    @property
+    def layout(self) -> Any:
+        return "axes" if self.has_grids else "whole"
 
     def shape(self, tokens: int) -> tuple[int, ...]:
         return (tokens, 3)
@@ -93,14 +96,14 @@ class Reader:
         (True, {"pixels": np.zeros((5, 3), np.uint8)}, r"shape \(5, 3\); expected uint8 and \(6, 3\)"),
         (True, {"pixels": np.zeros((6, 3), np.float32)}, "dtype float32 and shape"),
         (True, {"pixels": None}, "dtype None and shape None"),
-        (True, {"has_breaks": True}, r"has has_breaks=True; expected False\. Place it with place_images"),
+        (True, {"layout": "rows"}, r"has layout='rows'; expected 'axes'\. Place it with place_images"),
     ],
 )
 def test_images_that_would_fail_in_the_engine_are_refused(has_grids: bool, changes: dict[str, Any], says: str) -> None:
     grid = (1, 2) if has_grids else None
     limits = dataclasses.replace(LIMITS, image_reader=Reader(has_grids))
-    first = PromptImage(0, 2, np.zeros((2, 3), np.uint8), b"a", grid)
-    image = PromptImage(3, 6, np.zeros((6, 3), np.uint8), b"b", (2, 3))
+    first = PromptImage(0, 2, np.zeros((2, 3), np.uint8), b"a", "axes", grid)
+    image = PromptImage(3, 6, np.zeros((6, 3), np.uint8), b"b", "axes" if has_grids else "whole", (2, 3))
     request = request_of((1,) * 10)
     limits.check(dataclasses.replace(request, images=(first, image) if has_grids else ()))
     before = (first,) if has_grids else ()

@@ -616,7 +616,7 @@ def test_drafts_of_a_preempted_or_ended_sequence_leave_nothing():
 
 
 def image_of(name, start, tokens):
-    return PromptImage(start, tokens, None, name.encode(), (1, tokens))
+    return PromptImage(start, tokens, None, name.encode(), "axes", (1, tokens))
 
 
 def test_images_that_do_not_fit_in_the_pool_together_wait_for_another_step():

@@ -58,7 +58,7 @@ def test_a_remote_image_that_cannot_be_read_is_refused(site: str, path: str, max
 class Reader:
     """An `ImageReader` of images of one token."""
 
-    placeholder, token, sizes, has_grids, has_breaks = "<img>", 0, (1,), False, False
+    placeholder, token, sizes, has_grids, layout = "<img>", 0, (1,), False, "whole"
 
     def shape(self, tokens: int) -> tuple[int, ...]:
         return (tokens,)

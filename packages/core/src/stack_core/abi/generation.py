@@ -152,21 +152,21 @@ class PromptImage:
       tokens: number of image tokens.
       pixels: pixels of an `ImageReader`.
       digest: hash of the pixels and the grid.
+      layout: relations between the tokens; see `stack_core.text.images.ImageReader`.
       grid: rows and columns of the tokens; None if images have one size.
-      has_breaks: True if a token of text follows each row of the grid. Positions are then counted as in text.
     """
 
     start: int
     tokens: int
     pixels: Any
     digest: bytes
+    layout: Literal["whole", "text", "rows", "axes"]
     grid: tuple[int, int] | None = None
-    has_breaks: bool = False
 
     @property
     def end(self) -> int:
         """Place after the last image token."""
-        return self.start + self.tokens + (self.grid[0] - 1 if self.grid and self.has_breaks else 0)
+        return self.start + self.tokens + (self.grid[0] - 1 if self.grid and self.layout == "rows" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import binascii
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from stack_core.abi.errors import ChatTemplateError, DataError, GenerationError
 from stack_core.abi.generation import PromptImage
 
 __all__ = [
+    "ImageLayout",
     "ImageReader",
     "ImageSize",
     "ReadImage",
@@ -26,6 +27,7 @@ __all__ = [
     "take_images",
 ]
 
+ImageLayout = Literal["whole", "text", "rows", "axes"]
 Messages = Sequence[Mapping[str, Any]]
 Result = TypeVar("Result")
 
@@ -71,10 +73,10 @@ class ImageReader(Protocol):
       placeholder: text of an image in the output of the chat template.
       token: id of the image token.
       sizes: padded numbers of tokens, ascending, which limit the number of compiled shapes. The last is the maximum.
-      has_grids: True if images have a grid, and their tokens attend to earlier tokens only. False if images have one
-        size, and their tokens also attend to the rest of the image.
-      has_breaks: True if a token of text follows each row of the grid. Without such tokens, images with a grid have
-        positions in two directions.
+      has_grids: True if images have a grid. False if images have one size.
+      layout: "whole" if tokens attend to the rest of their image. Otherwise they attend to earlier tokens only: "text"
+        has the positions of text, "rows" also a token of text after each row of the grid, and "axes" positions in two
+        directions.
     """
 
     @property
@@ -90,7 +92,7 @@ class ImageReader(Protocol):
     def has_grids(self) -> bool: ...
 
     @property
-    def has_breaks(self) -> bool: ...
+    def layout(self) -> ImageLayout: ...
 
     def shape(self, tokens: int) -> tuple[int, ...]:
         """Returns the shape of the pixels for a number of tokens; padding extends the first axis."""
@@ -280,17 +282,17 @@ def place_images(tokens: Sequence[int], reader: ImageReader, images: Sequence[Re
     array = np.asarray(tokens)
     is_image = np.concatenate([[False], array == reader.token, [False]])
     starts, ends = np.flatnonzero(is_image[1:] & ~is_image[:-1]), np.flatnonzero(~is_image[1:] & is_image[:-1])
-    runs_of = [_runs_of(image, reader.has_breaks) for image in images]
+    runs_of = [_runs_of(image, reader.layout) for image in images]
     found, expected = (ends - starts).tolist(), [run for runs in runs_of for run in runs]
     if found == expected:
         firsts = np.cumsum([0, *map(len, runs_of)])[: len(images)]
         placed = tuple(
-            PromptImage(start, image.tokens, image.pixels, _digest(image), image.grid, reader.has_breaks)
+            PromptImage(start, image.tokens, image.pixels, _digest(image), reader.layout, image.grid)
             for start, image in zip(starts[firsts].tolist(), images, strict=True)
         )
         if array[np.concatenate([[], *map(image_places, placed)]).astype(int)].tolist() == [reader.token] * sum(found):
             return placed
-    between = ", with one token between the rows of an image" if reader.has_breaks else ""
+    between = ", with one token between the rows of an image" if reader.layout == "rows" else ""
     raise ChatTemplateError(
         f"The prompt has image tokens in runs of {found}; expected runs of {expected}{between}. Leave the names of "
         "image tokens out of texts.",
@@ -298,15 +300,15 @@ def place_images(tokens: Sequence[int], reader: ImageReader, images: Sequence[Re
     )
 
 
-def _runs_of(image: ReadImage, has_breaks: bool) -> list[int]:
+def _runs_of(image: ReadImage, layout: ImageLayout) -> list[int]:
     """Returns the numbers of adjacent image tokens."""
-    return [image.grid[1]] * image.grid[0] if has_breaks and image.grid is not None else [image.tokens]
+    return [image.grid[1]] * image.grid[0] if layout == "rows" and image.grid is not None else [image.tokens]
 
 
 def image_places(image: PromptImage) -> np.ndarray:
     """Returns the places of the tokens of an image in its prompt, int[tokens]."""
     number = np.arange(image.tokens)
-    breaks = number // image.grid[1] if image.has_breaks and image.grid is not None else 0
+    breaks = number // image.grid[1] if image.layout == "rows" and image.grid is not None else 0
     return image.start + number + breaks
 
 

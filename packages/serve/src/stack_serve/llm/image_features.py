@@ -72,8 +72,8 @@ class ImageFeatures:
         tokens = len(images.rows)
         rows, more = np.full(size, -1, np.int32), np.zeros((size, *self._more_shape), np.int32)
         rows[:tokens] = images.rows
-        if not self._reader.has_breaks:
-            more[:tokens] = images.positions if self._reader.has_grids else images.ahead
+        if self._field is not None:
+            more[:tokens] = getattr(images, self._field)
         return self.pool, rows, more
 
     def step_shapes(self, tokens: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -83,10 +83,13 @@ class ImageFeatures:
 
     def image_tokens(self, pool: Any, rows: Any, more: Any) -> ImageTokens:
         """Returns the image tokens of a step from its inputs."""
-        if self._reader.has_breaks:  # tokens of such images have the positions of text, and see no later tokens
-            return ImageTokens(pool, rows[:, None])
-        return ImageTokens(pool, rows[:, None], **{"positions" if self._more_shape else "ahead": more[:, None]})
+        return ImageTokens(pool, rows[:, None], **({} if self._field is None else {self._field: more[:, None]}))
+
+    @property
+    def _field(self) -> str | None:
+        """Field of `ImageTokens` that tokens need in addition to their features."""
+        return {"whole": "ahead", "axes": "positions"}.get(self._reader.layout)
 
     @property
     def _more_shape(self) -> tuple[int, ...]:
-        return (3,) if self._reader.has_grids and not self._reader.has_breaks else ()
+        return (3,) if self._field == "positions" else ()

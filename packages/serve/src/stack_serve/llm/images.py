@@ -32,7 +32,7 @@ class StepImages:
     Attributes:
       rows: int32[tokens], row of the feature pool of each token of the step; -1 for text.
       ahead: int32[tokens], see `ImageTokens`.
-      positions: int32[tokens, 3], see `ImageTokens`; used if images have a grid without breaks.
+      positions: int32[tokens, 3], see `ImageTokens`; used if images have the layout "axes".
     """
 
     rows: np.ndarray
@@ -123,7 +123,7 @@ def _positions(images: Iterable[PromptImage], start: int, tokens: int) -> np.nda
     places = np.arange(start, start + tokens)
     found = np.repeat(places[:, None], 3, axis=1)
     for image in images:
-        if image.grid is not None and not image.has_breaks:
+        if image.grid is not None and image.layout == "axes":
             offset = places - image.start
             inside = (offset >= 0) & (offset < image.tokens)
             row, column = np.divmod(offset[inside], image.grid[1])

@@ -92,8 +92,8 @@ class Limits:
         states = [cached_states(checkpoint, config), *(model.states for model in models[1:])]
         reader = image_reader_of(checkpoint)
         image_tokens = 0 if reader is None else reader.sizes[-1]
-        # Images with a grid are causal, and may be divided between steps.
-        is_whole = reader is not None and not reader.has_grids
+        # Causal images may be divided between steps.
+        is_whole = reader is not None and reader.layout == "whole"
         if is_whole and config.step_tokens < config.max_sequences + image_tokens:
             raise ConfigError(
                 f"step_tokens={config.step_tokens} is less than an image of {image_tokens} tokens and a token of each "
@@ -247,8 +247,8 @@ def _grid_problem(reader: ImageReader, image: PromptImage) -> str | None:
         return "has no grid. Give the rows and columns of its tokens, as ImageReader.read returns them."
     if image.grid is not None and not reader.has_grids:
         return f"has grid={image.grid}; images of this model have one size. Leave the grid out."
-    if image.has_breaks != reader.has_breaks:
-        return f"has has_breaks={image.has_breaks}; expected {reader.has_breaks}. Place it with place_images."
+    if image.layout != reader.layout:
+        return f"has layout={image.layout!r}; expected {reader.layout!r}. Place it with place_images."
     most = reader.sizes[-1]
     if image.grid is not None and not (min(image.grid) > 0 and math.prod(image.grid) <= most):
         return f"has grid={image.grid}; expected 1 to {most} tokens. Read it with the model's ImageReader."

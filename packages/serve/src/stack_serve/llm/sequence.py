@@ -81,10 +81,10 @@ class Sequence:
 
     def image_boundary(self, end: int) -> int:
         """Returns the start of the image that contains both sides of place `end` and is not causal, otherwise `end`."""
-        images = (image for image in self.images if image.grid is None)
+        images = (image for image in self.images if image.layout == "whole")
         return next((image.start for image in images if image.start < end < image.end), end)
 
     def position_shift(self, place: int) -> int:
         """Returns the difference between a place outside of images and the position of its token."""
-        earlier = [image for image in self.images if image.start < place and not image.has_breaks]
+        earlier = [image for image in self.images if image.start < place and image.layout == "axes"]
         return sum(image.tokens - max(image.grid) for image in earlier if image.grid)

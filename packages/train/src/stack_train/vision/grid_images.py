@@ -52,7 +52,7 @@ class GridImages(PackedImages):
     min_pixels: int
     max_pixels: int
 
-    has_breaks = False
+    layout = "axes"
 
     @property
     def sizes(self) -> tuple[int, ...]:

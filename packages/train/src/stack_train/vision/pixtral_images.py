@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from stack_core.abi.errors import ConversionError, DataError
 from stack_core.text.images import ImageSize
-from stack_train.vision.packed_images import PackedImages, Resampling, padded_sizes
-from stack_train.vision.preprocessor import apply_preprocessor, is_size, read_color
+from stack_train.vision.packed_images import PackedImages, padded_sizes
+from stack_train.vision.preprocessor import RESAMPLING, apply_preprocessor, is_size, read_color, read_resampling
 from stack_train.vision.reader import apply_to_image, upright_size
 
 __all__ = [
@@ -20,8 +20,6 @@ __all__ = [
 ]
 
 _LEAST_TOKENS = 64  # smaller images are padded to one compiled shape
-_RESAMPLING: Final[Mapping[int, Resampling]] = {2: "bilinear", 3: "bicubic"}
-"""Filters by Pillow's number."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class PixtralImages(PackedImages):
     image_end: str
     longest_edge: int
 
-    has_breaks = True
+    layout = "rows"
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -99,24 +97,19 @@ def _read_size_keys(mapping: dict[str, Any], config: Any) -> tuple[dict[str, Any
             edge = edges
     if not is_size(edge):
         problems.append(f"size={size!r}, not a positive integer, 'longest_edge', or equal 'height' and 'width'")
-    number = mapping.pop("resample", None)
-    # A list or another unhashable value of a malformed file is not looked up.
-    resample = config.resample if number is None else _RESAMPLING.get(number) if type(number) is int else None
-    if resample is None:
-        problems.append(f"resample={number!r}, not 2 (bilinear) or 3 (bicubic)")
-    return {"vision": vision, "longest_edge": edge, "resample": resample}, problems
+    resample, more = read_resampling(mapping, config.resample)
+    return {"vision": vision, "longest_edge": edge, "resample": resample}, problems + more
 
 
 def write_pixtral_preprocessor(config: Any) -> dict[str, Any]:
     """Returns the `preprocessor_config.json` of a model's config."""
     tower = config.vision
-    numbers = {name: number for number, name in _RESAMPLING.items()}
     return {
         "image_processor_type": "PixtralImageProcessor",
         "processor_class": "PixtralProcessor",
         "size": {"longest_edge": config.longest_edge},
         "patch_size": {"height": tower.patch, "width": tower.patch},
-        "resample": numbers[config.resample],
+        "resample": RESAMPLING[config.resample],
         "image_mean": list(tower.mean),
         "image_std": list(tower.std),
     }

@@ -6,18 +6,23 @@ from dataclasses import replace
 from typing import Any, Final
 
 from stack_core.abi.errors import ConfigError, ConversionError
+from stack_train.vision.packed_images import Resampling
 
 __all__ = [
+    "RESAMPLING",
     "apply_preprocessor",
     "is_size",
     "read_color",
     "read_preprocessor",
+    "read_resampling",
     "read_square_preprocessor",
     "write_preprocessor",
     "write_square_preprocessor",
 ]
 
-_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
+RESAMPLING: Final[Mapping[Resampling, int]] = {"bilinear": 2, "bicubic": 3}
+"""Pillow's numbers of filters."""
+
 # Keys with one supported value, which is also the default of transformers.
 _FIXED: Final[Mapping[str, Any]] = {
     "do_resize": True,
@@ -49,7 +54,7 @@ def read_preprocessor(config: Any, mapping: Mapping[str, Any]) -> Any:
     """
     tower = config.vision
     fixed = {
-        "resample": _BICUBIC,
+        "resample": RESAMPLING["bicubic"],
         "patch_size": tower.patch,
         "merge_size": tower.merge,
         "temporal_patch_size": tower.frames,
@@ -107,6 +112,13 @@ def read_color(mapping: dict[str, Any], tower: Any) -> tuple[Any, list[str]]:
     if not _is_color(std, tower.channels) or min(std) <= 0:
         problems.append(f"image_std={std!r}, not a list of {tower.channels} positive numbers")
     return tower if problems else replace(tower, mean=tuple(mean), std=tuple(std)), problems
+
+
+def read_resampling(mapping: dict[str, Any], default: Resampling) -> tuple[Resampling, list[str]]:
+    """Removes the key of the filter that scales images; returns the filter, and the problem of the key if any."""
+    number = mapping.pop("resample", RESAMPLING[default])
+    names = [name for name, known in RESAMPLING.items() if type(number) is int and known == number]
+    return (names[0], []) if names else (default, [f"resample={number!r}, not 2 (bilinear) or 3 (bicubic)"])
 
 
 def _pixel_bounds(mapping: dict[str, Any], config: Any) -> tuple[dict[str, Any], list[str]]:
@@ -175,7 +187,7 @@ def _square_keys(config: Any) -> dict[str, Any]:
     side, half = config.vision.image_size, [0.5] * config.vision.channels
     return {
         "size": {"height": side, "width": side},
-        "resample": _BILINEAR,
+        "resample": RESAMPLING["bilinear"],
         "image_mean": half,
         "image_std": half,
         "image_seq_length": config.image_tokens,

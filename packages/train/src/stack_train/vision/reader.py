@@ -56,7 +56,7 @@ def image_reader(config: SeesImages, tokenizer: HuggingFaceTokenizer) -> ImageRe
     if None in tokens.values():
         return None
     reader = config.image_reader({name: tokenizer.token_bytes(token or 0).decode() for name, token in tokens.items()})
-    if reader is not None and reader.has_breaks:
+    if reader is not None and reader.layout == "rows":
         text = reader.expansion(ImageSize(2, (2, 1)))
         found = tokenizer.encode(text, add_special_tokens=False)
         if [token == reader.token for token in found] != [True, False, True, False]:

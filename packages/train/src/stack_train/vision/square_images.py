@@ -35,7 +35,7 @@ class SquareImages:
     side: int
     channels: int
 
-    has_grids = has_breaks = False
+    has_grids, layout = False, "whole"
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -231,7 +231,7 @@ class ImageChatBatches(ChatBatches):
         if self._reader.expansion(image.size) != self._reader.expansion(size):
             # Features would move to the tokens of other images.
             sizes = (image.size, size)
-            rows = [f" in {each.grid[0]} rows" if self._reader.has_breaks and each.grid else "" for each in sizes]
+            rows = [f" in {each.grid[0]} rows" if self._reader.layout == "rows" and each.grid else "" for each in sizes]
             raise DataError(
                 f"{where}: The image has {image.tokens} tokens{rows[0]}, and had {size.tokens}{rows[1]} when the data "
                 "was tokenized. Keep image files unchanged during training; restore this one, or start again."

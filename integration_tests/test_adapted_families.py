@@ -41,6 +41,7 @@ NARROW = {
     "qwen3_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64, "dense_layers": (0,)},
     "gemma3": {"layers": 3, "period": 2, "query_scalar": 16},
     "gemma4": {"layers": 4, "global_layers": (1, 3), "shared_layers": 2, "per_layer_input": 64},
+    "gemma4_vision": {"layers": 4, "global_layers": (1, 3), "shared_layers": 2, "per_layer_input": 64},
     "gemma3_vision": {"layers": 3, "period": 2, "query_scalar": 16},
     "qwen2_5_vl": {"layers": 3, "rope_sections": (4, 2, 2)},
     "qwen3_vl": {"layers": 3, "rope_sections": (4, 2, 2)},

@@ -17,6 +17,7 @@ from stack_serve.llm.config import EngineConfig, SpeculationConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.speculation import Speculation
 from stack_train.generation.generative import generative_checkpoint
+from stack_train.vision.gemma4_tower import Gemma4TowerConfig
 from stack_train.vision.pixtral_tower import PixtralTowerConfig
 from stack_train.vision.qwen2_5_tower import Qwen25TowerConfig
 from stack_train.vision.qwen_tower import QwenTowerConfig
@@ -72,6 +73,16 @@ FAMILIES = {
         "wide_shared_mlp": True,
         "per_layer_input": 6,
         "logit_softcap": 5.0,
+    },
+    "gemma4_vision": {
+        "layers": 4,
+        "head_dim": 10,
+        "global_layers": (1, 3),
+        "window": 6,
+        "global_head_dim": 16,
+        "shared_layers": 2,
+        "per_layer_input": 6,
+        "vision": Gemma4TowerConfig(embed=16, heads=2, head_dim=8, mlp=18, layers=2, patch=3, positions=9),
     },
     "gemma2": {"window": 6, "query_scalar": 24},
     "olmo2": {},

@@ -431,8 +431,8 @@ def test_fused_experts_are_read_as_those_of_each_expert(family, tmp_path):
 
 def test_every_family_is_here():
     decoders = {name for name in registries.models.names() if isinstance(registries.models[name], DecoderFamily)}
-    # Others are in test_images.py and test_grid_images.py.
-    elsewhere = {"gemma3_vision", "mistral3", "pixtral", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+    # Others are in test_images.py, test_gemma4_images.py, test_grid_images.py and test_pixtral.py.
+    elsewhere = {"gemma3_vision", "gemma4_vision", "mistral3", "pixtral", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
     assert {name.partition(" ")[0] for name in FAMILIES} == decoders - elsewhere
     for name in decoders:
         assert {"logits", "greedy", "conversion"} <= set(registries.models[name].tested)

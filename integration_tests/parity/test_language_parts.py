@@ -38,17 +38,6 @@ def of_llama4():
     return transformers.Llama4ForConditionalGeneration(config)
 
 
-def of_gemma4():
-    kinds = ["sliding_attention", "full_attention"] * 3 + ["full_attention"]
-    text = {**TEXT, "layer_types": kinds, "global_head_dim": 12, "sliding_window": 6, "num_kv_shared_layers": 3}
-    text |= {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97}
-    del text["rope_scaling"]
-    audio = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
-    vision = VISION | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
-    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=audio)
-    return transformers.Gemma4ForConditionalGeneration(config)
-
-
 def of_qwen3_5():
     delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     text = TEXT | delta | {"linear_value_head_dim": 8, "head_dim": 16}
@@ -64,7 +53,6 @@ def of_qwen3_5():
     ("family", "make", "left_out"),
     [
         ("qwen3_5", of_qwen3_5, {"visual"}),
-        ("gemma4", of_gemma4, {"vision_tower", "embed_vision", "audio_tower", "embed_audio"}),
         ("llama4", of_llama4, {"vision_model", "multi_modal_projector"}),
     ],
 )

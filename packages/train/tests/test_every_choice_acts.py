@@ -30,6 +30,7 @@ ELSEWHERE = {
     "image_break": "the reader of images writes it (test_pixtral)",
     "longest_edge": "the reader of images scales by it (test_pixtral)",
     "resample": "the reader of images scales by it (parity's test_pixtral)",
+    "max_image_tokens": "the reader of images scales by it (test_gemma4_vision)",
     "min_pixels": "the reader of images scales by it (test_grid_images)",
     "max_pixels": "the reader of images scales by it (test_grid_images)",
 }
@@ -40,6 +41,7 @@ TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "image_size": 28, "pat
 PIXTRAL_TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "patch": 3}
 GRID_TOWER = {"embed": 16, "mlp": 24, "layers": 3, "heads": 2, "patch": 3, "position_side": 3, "deepstack": (0,)}
 WINDOWED_TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "patch": 3, "window": 12, "full_layers": (1,)}
+GEMMA4_TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "head_dim": 8, "patch": 3, "positions": 9}
 EXPERTS = {"experts": 4, "active_experts": 2, "expert_mlp": 16}
 MAMBA = {
     "layers": 4,
@@ -118,6 +120,21 @@ FAMILIES = {
         "experts": 4,
         "active_experts": 2,
         "expert_mlp": 16,
+    },
+    "gemma4_vision": {
+        "layers": 6,
+        "head_dim": 8,
+        "global_layers": (1, 3, 5),
+        "window": 5,
+        "global_head_dim": 16,
+        "shared_layers": 2,
+        "per_layer_input": 6,
+        "logit_softcap": 3.0,
+        "experts": 4,
+        "active_experts": 2,
+        "expert_mlp": 16,
+        "vision": GEMMA4_TOWER,
+        "image_token": 7,
     },
     "pixtral": PIXTRAL,
     "mistral3": PIXTRAL,
@@ -282,6 +299,7 @@ VALUES = {
     "heads": 2,
     "vision": {
         "gemma3_vision": {**TOWER, "mlp": 32},
+        "gemma4_vision": {**GEMMA4_TOWER, "mlp": 32},
         "qwen2_5_vl": {**WINDOWED_TOWER, "mlp": 32},
         **{name: {**GRID_TOWER, "mlp": 32} for name in ("qwen3_vl", "qwen3_vl_moe")},
         **{name: {**PIXTRAL_TOWER, "mlp": 32} for name in ("pixtral", "mistral3")},

@@ -26,6 +26,7 @@ _LANGUAGE_MODELS = (
     "gemma3",
     "gemma3_vision",
     "gemma4",
+    "gemma4_vision",
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_vl_moe",

@@ -13,9 +13,11 @@ from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ChatTemplateError, ConfigError, DataError
 from stack_train.data.kinds.image_chat import ImageChatData
 from stack_train.models.gemma3_vision import Gemma3VisionConfig
+from stack_train.models.gemma4_vision import Gemma4VisionConfig
 from stack_train.models.llama import LlamaConfig
 from stack_train.models.mistral3 import Mistral3Config
 from stack_train.models.qwen3_vl import Qwen3VLConfig
+from stack_train.vision.gemma4_tower import Gemma4TowerConfig
 from stack_train.vision.pixtral_tower import PixtralTowerConfig
 from stack_train.vision.qwen_tower import QwenTowerConfig
 from stack_train.vision.siglip import SiglipConfig
@@ -153,6 +155,23 @@ def test_rows_of_images_end_with_text(tmp_path):
         found.train_batch(np.array([0]))
 
 
+def test_images_scaled_to_a_number_of_tokens_have_tokens_around_them(tmp_path):
+    vision = Gemma4TowerConfig(embed=8, heads=2, head_dim=4, patch=2, merge=2, positions=40)
+    own = {"image_token": 2, "image_begin": 3, "image_end": 4, "max_image_tokens": 70, "vision": vision}
+    model = Gemma4VisionConfig(vocab_size=10, embed=8, heads=2, kv_heads=1, **own)
+    config = data(tmp_path, chat("red.png"), seq_tokens=80)
+    config.check(model)
+    batch = config.build(seed=0, model=model).train_batch(np.array([0]))
+    assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
+        name: (struct.shape, struct.dtype) for name, struct in config.spec(model).items()
+    }
+    assert batch["tokens"][0, :60].tolist() == [5, 3, *[2] * 55, 4, 7, 6]
+    assert batch["grids"].tolist() == [[[5, 11]]]
+    # Patches of red pixels, [channels, patch, patch], and padding.
+    assert batch["pixels"][0, : 55 * 4].tolist() == [[255] * 4 + [0] * 8] * 220
+    assert not batch["pixels"][0, 55 * 4 :].any()
+
+
 def test_rows_have_at_most_row_images(tmp_path):
     found = batches(data(tmp_path, *[chat("red.png")] * 2, chat(), seq_tokens=40))
     assert found.train_rows == 2
@@ -180,7 +199,7 @@ def test_bad_images_are_named(tmp_path):
 
 def test_models_need_a_tower_and_its_tokens(tmp_path):
     found = data(tmp_path, chat())
-    with pytest.raises(ConfigError, match="not for family 'llama'; use gemma3_vision, mistral3, pixtral, qwen2_5_vl"):
+    with pytest.raises(ConfigError, match="not for family 'llama'; use gemma3_vision, gemma4_vision, mistral3"):
         found.check(LlamaConfig())
     with pytest.raises(ConfigError, match=r"Set model\.image_token, model\.image_begin, model\.image_end"):
         found.check(Gemma3VisionConfig())

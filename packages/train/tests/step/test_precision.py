@@ -144,7 +144,7 @@ def test_every_family_published_in_bfloat16_is_trained_in_float32(name):
     program = make_program(model=(family, family.config_class(param_dtype="bfloat16")))
     state = program.abstract_state
     # The scale of each layer of Gemma 4 and the positions of Stable Diffusion 3 are not trained, and keep their dtype.
-    untrained = {"float32", "bfloat16"} if name in ("gemma4", "sd3") else {"float32"}
+    untrained = {"float32", "bfloat16"} if name in ("gemma4", "gemma4_vision", "sd3") else {"float32"}
     assert floats((state.params, state.opt_state)) == {"float32"}
     assert floats(state.mutable) <= untrained and not floats(state.frozen)
 

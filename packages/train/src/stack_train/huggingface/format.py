@@ -345,9 +345,7 @@ def _open_language_model(directory: Path) -> HuggingFaceSource:
     """Opens a checkpoint and warns about parts that are not read."""
     source = open_source(directory)
     if source.left_out:
-        warnings.warn(
-            f"{directory}: the language model alone is read, without {', '.join(source.left_out)}.", stacklevel=3
-        )
+        warnings.warn(f"{directory} is read without {', '.join(source.left_out)}.", stacklevel=3)
     return source
 
 

@@ -58,17 +58,6 @@ class RenamesTensors(Protocol):
 
 
 @runtime_checkable
-class OmitsTensors(Protocol):
-    """A family that does not read some parts of its checkpoints.
-
-    Attributes:
-      omitted: description of each part, by the prefix of its tensors.
-    """
-
-    omitted: Mapping[str, str]
-
-
-@runtime_checkable
 class ExtractsItself(Protocol):
     """A family that extracts its model from checkpoints of the larger models of `IsPart.published_in`."""
 
@@ -78,8 +67,20 @@ class ExtractsItself(Protocol):
 
 
 @runtime_checkable
+class OmitsParts(Protocol):
+    """A family whose checkpoints may have parts that its model omits, such as a tower for audio.
+
+    `omit_parts` returns the `config.json`, the tensors, and descriptions of the omitted parts.
+    """
+
+    def omit_parts(
+        self, mapping: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+    ) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor], tuple[str, ...]]: ...
+
+
+@runtime_checkable
 class PreprocessesImages(Protocol):
-    """A family whose config includes the preprocessing of images, which checkpoints have in a file of their own."""
+    """A family whose config includes the preprocessing of images, which checkpoints have in a separate file."""
 
     def preprocessed(self, config: Any, mapping: Mapping[str, Any]) -> Any: ...
 
@@ -215,22 +216,11 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
             stacklevel=2,
         )
     family = _family_of(mapping, directory)
-    rewritten, left_out = None, ()
     if isinstance(family, RenamesTensors):
         tensors = {family.published_name(name): tensor for name, tensor in tensors.items()}
-    if isinstance(family, OmitsTensors):
-        parts = family.omitted.items()
-        left_out = tuple(part for prefix, part in parts if any(name.startswith(prefix) for name in tensors))
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(family.omitted))}
-    # The checkpoint is of a larger model, a part of which belongs to this family.
-    if _architecture(mapping) != family.config_map.architecture:
-        if isinstance(family, ExtractsItself):
-            mapping, tensors, left_out = family.part_of(mapping, tensors)
-        else:
-            names = {"architecture": family.config_map.architecture, "model_type": family.config_map.model_type}
-            part = language_part(mapping, tensors, **names)
-            mapping, tensors, left_out = part.config, part.tensors, part.left_out
-        rewritten = mapping
+    part, tensors, left_out = _part_of(family, mapping, tensors)
+    rewritten = None if part is mapping else part
+    mapping = part
     if ignore:
         mapping = rewritten = _without(mapping, ignore)
     # In bfloat16 first: parameters that are float32 even then do not decide the dtype of the checkpoint.
@@ -249,6 +239,23 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
     config = replace(config, dtype=dtype, param_dtype=dtype)
     parameters = named_leaves(abstract_params(config))
     return HuggingFaceSource(directory, config, tensors, parameters, rules, rewritten, left_out)
+
+
+def _part_of(
+    family: Any, mapping: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor], tuple[str, ...]]:
+    """Returns the part of a checkpoint that belongs to a family, and descriptions of the rest.
+
+    The part has a `config.json`, which is `mapping` if the part is the complete checkpoint, and tensors.
+    """
+    if _architecture(mapping) == family.config_map.architecture:
+        found = family.omit_parts(mapping, tensors) if isinstance(family, OmitsParts) else None
+        return found if found is not None and found[2] else (mapping, tensors, ())
+    if isinstance(family, ExtractsItself):
+        return family.part_of(mapping, tensors)
+    names = {"architecture": family.config_map.architecture, "model_type": family.config_map.model_type}
+    part = language_part(mapping, tensors, **names)
+    return part.config, part.tensors, part.left_out
 
 
 def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float32") -> Any:
@@ -276,14 +283,14 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _read_preprocessor(directory: Path) -> Mapping[str, Any]:
-    """Returns the preprocessing of images; transformers 5 writes it to the file of the whole processor."""
+    """Returns the preprocessing of images; transformers 5 writes it to the processor's file."""
     processor = _read_mapping(directory / PROCESSOR) or {}
     own = processor.get("image_processor")
     return own if isinstance(own, Mapping) else _read_mapping(directory / PREPROCESSOR) or {}
 
 
 def _read_mapping(path: Path) -> dict[str, Any] | None:
-    """Returns the contents of a JSON file, None if it is missing."""
+    """Returns the contents of a JSON file, or None without the file."""
     try:
         mapping = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -401,9 +401,9 @@ class Decoder(nnx.Module):
         layer_caches: list[list[Any]] = []
         facts: list[list[Facts]] = []
         x, later = self._embedded(tokens), None
-        inputs = None if self.layer_inputs is None else self.layer_inputs(x, tokens, config.dtype)
         if images is not None:
             x, later = _with_features(x, images)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(x, tokens, config.dtype)
         x = x if self.streams is None else shard_residual(self.streams.expand(x))
         rows = replace(rows, tokens=tokens) if self._reads_tokens else rows
         # With a cache every layer passes on both terms, and a scan's carry keeps its structure, so the first is 0.

@@ -8,7 +8,7 @@ Source: DeepSeek-AI, DeepSeek-V4, 2026.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -370,7 +370,13 @@ _RENAMED: Final = (
 
 
 class _Family(DecoderFamily):
-    omitted: ClassVar[Mapping[str, str]] = MappingProxyType({"mtp.": "the multi-token prediction layers (mtp)"})
+    def omit_parts(
+        self, mapping: Mapping[str, Any], tensors: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]:
+        """See `OmitsParts`: leaves out the multi-token prediction layers."""
+        kept = {name: each for name, each in tensors.items() if not name.startswith("mtp.")}
+        count = len(tensors) - len(kept)
+        return mapping, kept, (f"mtp ({count} tensors)",) if count else ()
 
     def published_name(self, tensor: str) -> str:
         """Returns the published name of a tensor; transformers 5.23 saves with a mixture of both kinds of names."""
@@ -419,7 +425,7 @@ FAMILY = _Family(
             "topk_method": "noaux_tc",
             "router_jitter_noise": 0.0,
         },
-        # The number of `_Family.omitted` layers.
+        # The number of layers that `omit_parts` leaves out.
         silent=("num_nextn_predict_layers",),
         read_others=_read,
         write_others=_write,

@@ -25,18 +25,17 @@ from stack_train.nn.layer_inputs import InputGate
 from stack_train.nn.parallel_experts import ParallelExperts
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "Gemma4Config"]
+__all__ = ["FAMILY", "Gemma4Config", "Gemma4Settings", "spec"]
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _PERIOD = 6
 
 
 @config
-class Gemma4Config(DecoderConfig):
-    """Size and numerics of a Gemma 4 text model; inherits the fields of `DecoderConfig`.
+class Gemma4Settings(DecoderConfig):
+    """Settings of a Gemma 4, with images or without; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      name: selects this family.
       rope_theta: base of the rotary frequencies in global layers.
       rope_scaling: scaling of rotary positions in global layers; the default rotates a quarter of each head.
       global_layers: indices of the layers that attend to all tokens; None has every sixth layer and the last.
@@ -56,7 +55,6 @@ class Gemma4Config(DecoderConfig):
         None drops none.
     """
 
-    name: Literal["gemma4"] = "gemma4"
     rope_theta: PositiveFloat = 1_000_000.0
     rope_scaling: Annotated[ops.RopeScaling, Field(discriminator="rope_type")] | None = ops.ProportionalScaling(
         partial_rotary_factor=0.25
@@ -125,8 +123,22 @@ class Gemma4Config(DecoderConfig):
         return self.kv_head_count if self.global_kv_heads is None else self.global_kv_heads
 
 
-def spec(config: Gemma4Config) -> DecoderSpec:
-    """Returns the architecture; scores are not scaled, since queries and keys are normalized."""
+@config
+class Gemma4Config(Gemma4Settings):
+    """Size and numerics of a Gemma 4 text model; inherits the fields of `Gemma4Settings`.
+
+    Attributes:
+      name: selects this family.
+    """
+
+    name: Literal["gemma4"] = "gemma4"
+
+
+def spec(config: Gemma4Settings) -> DecoderSpec:
+    """Returns the architecture; scores are not scaled, since queries and keys are normalized.
+
+    Tokens of an image attend to each other in both directions in local layers only.
+    """
     kinds, first_shared = config.kinds, config.layers - config.shared_layers
     common: dict[str, Any] = {"head_norms": True, "value_norms": True, "scale": 1.0}
 
@@ -136,7 +148,7 @@ def spec(config: Gemma4Config) -> DecoderSpec:
             fields |= {"window": config.window, "rope": Rope(theta=config.local_theta)}
         else:
             fields |= {"head_dim": config.global_head_size, "kv_heads": config.global_kv_head_count}
-            fields["keys_as_values"] = config.keys_as_values
+            fields |= {"keys_as_values": config.keys_as_values, "causal_images": True}
         if number >= first_shared:
             fields["source"] = max(layer for layer in range(first_shared) if kinds[layer] == kind)
         return config.attention(**fields)
@@ -242,7 +254,7 @@ def _read_layer_input(reader: Reader) -> int:
     return int(width)
 
 
-def _write(config: Gemma4Config) -> dict[str, Any]:
+def _write(config: Gemma4Settings) -> dict[str, Any]:
     rope = write_rope(config)
     scaling = rope["rope_scaling"] or {"rope_type": "default"}
     heads: dict[str, Any] = {"head_dim": config.global_head_size, "num_key_value_heads": config.global_kv_head_count}
@@ -328,7 +340,6 @@ FAMILY = DecoderFamily(
     spec=spec,
     names=lambda config: {**_NAMES, **_EXPERT_NAMES} if config.experts else _NAMES,
     redundant=dict.fromkeys(_UNUSED),
-    published_in=("Gemma4ForConditionalGeneration",),
     sizes=("E2B", "E4B", "26B-A4B", "31B"),
     tested=("logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages"),
 )

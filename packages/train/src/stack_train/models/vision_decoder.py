@@ -54,7 +54,12 @@ class VisionDecoder(Decoder):
                 raise ArgumentError("The model has no image_token. Set model.image_token to the id of that token.")
             features = self.image_features(pixels, grids)
             images = self.place(features, tokens, positions, grids, self.image_token)
+        tokens = self.embedded_tokens(tokens)
         return super().__call__(tokens, positions, segment_ids, cache, images=images, experts=experts)
+
+    def embedded_tokens(self, tokens: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+        """Returns the tokens whose embeddings the decoder takes."""
+        return tokens
 
     @abstractmethod
     def image_features(

@@ -149,7 +149,8 @@ class WeightRule:
         array = np.asarray(parameter)
         names = self._names(array.shape)
         array = array.swapaxes(-1, -2) if self.transposed else array
-        return {name: array[index] for index, name in np.ndenumerate(names)}
+        # The ellipsis makes a view of a number, too.
+        return {name: array[(*index, ...)] for index, name in np.ndenumerate(names)}
 
     @property
     def _first(self) -> str:

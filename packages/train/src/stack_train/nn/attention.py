@@ -135,6 +135,7 @@ class Attention:
       keys_as_values: uses the projected keys, before their norm and rotation, in place of projected values.
       source: index of the layer whose keys and values the layer reads; None computes both. See `DecoderSpec`.
       is_source: a call without a cache returns the keys and values, for layers with this `source`.
+      causal_images: lets tokens of images attend to earlier tokens only, as if `Rows.ahead` were None.
       sinks: adds a learned logit per head to the softmax's denominator.
       gated: multiplies the output by the sigmoid of a gate, which is the second half of each projected query head.
       context_keys: see `ContextKeys`.
@@ -159,6 +160,7 @@ class Attention:
     keys_as_values: bool = False
     source: int | None = None
     is_source: bool = False
+    causal_images: bool = False
     sinks: bool = False
     gated: bool = False
     context_keys: ContextKeys = "ring"
@@ -257,7 +259,7 @@ class GroupedAttention(nnx.Module):
         own: Any = self._keys_values(x, rows) if source is None else ()
         sinks = None if self.sinks is None else self.sinks[...]
         # Only calls with images pass it, which other caches may not know.
-        images = {} if rows.ahead is None else {"ahead": rows.ahead}
+        images = {} if rows.ahead is None or spec.causal_images else {"ahead": rows.ahead}
         if cache is None:
             how = spec.op_spec
             key, value = own or source

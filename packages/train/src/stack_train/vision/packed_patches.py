@@ -102,10 +102,10 @@ def gather_table(table: Float[Array, "... embed"]) -> Float[Array, "... embed"]:
     return constrain(table, *[None] * table.ndim, name="table of the tower")
 
 
-def split_heads(x: Patches, heads: int) -> Float[Array, "batch patches heads head_dim"]:
-    """Splits a projection of patches into the heads of attention."""
+def split_heads(x: Patches, heads: int, axis: str = "act_heads") -> Float[Array, "batch patches heads head_dim"]:
+    """Splits a projection of patches into the heads of attention, whose logical axis is `axis`."""
     x = _keep_apart(x)
-    return constrain(x.reshape(*x.shape[:2], heads, -1), *_HEADS, name="heads of patches")
+    return constrain(x.reshape(*x.shape[:2], heads, -1), "batch", None, axis, None, name="heads of patches")
 
 
 def join_heads(attended: Float[Array, "batch patches heads head_dim"]) -> Patches:

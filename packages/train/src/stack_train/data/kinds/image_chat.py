@@ -79,7 +79,8 @@ class ImageChatData:
         if not isinstance(model, SeesImages):
             raise ConfigError(
                 f"Data of kind image_chat is for language models with images, not for family {model.name!r}; use "
-                "gemma3_vision, mistral3, pixtral, qwen2_5_vl, qwen3_vl or qwen3_vl_moe, or data of kind chat."
+                "gemma3_vision, gemma4_vision, mistral3, pixtral, qwen2_5_vl, qwen3_vl or qwen3_vl_moe, or data of "
+                "kind chat."
             )
         if missing := [f"model.{name}" for name, token in model.image_tokens_of_prompts.items() if token is None]:
             raise ConfigError(f"Set {', '.join(missing)} to the ids of the tokenizer's tokens of images.")

@@ -127,7 +127,7 @@ def test_the_first_layer_predicts_the_same_in_pieces_with_a_cache():
     assert model_of("llama").mtp_states is None
 
 
-@pytest.mark.parametrize("coefficient", ["balance_loss", "router_z_loss", "mtp_loss"])
+@pytest.mark.parametrize("coefficient", ["balance_loss", "router_z_loss", "mtp_loss", "index_loss"])
 def test_a_coefficient_of_what_the_model_lacks_is_refused(coefficient):
     with pytest.raises(ConfigError, match=f"objective.{coefficient}=0.5.*model"):
         jax.eval_shape(objective_loss(**{coefficient: 0.5}), model_of("llama"))

@@ -13,6 +13,7 @@ SCRIPTS = (
     "step/qk_clip",
     "nn/pipeline",
     "nn/experts",
+    "nn/indexer",
     "models/encoder_decoder",
     "nn/context",
     "nn/opaque",

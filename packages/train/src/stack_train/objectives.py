@@ -27,10 +27,11 @@ _OTHER_INPUTS = ("pixels", "grids", "source_tokens", "source_segment_ids")
 class CausalLMConfig(Objective):
     """Next-token cross-entropy, the mean over the targets that are not ignored, given the source if the data has one.
 
-        loss + balance_loss * balance + router_z_loss * z + mtp_loss * mtp
+        loss + balance_loss * balance + router_z_loss * z + mtp_loss * mtp + index_loss * index
 
     balance and z are the auxiliary losses of mixture-of-experts routers, see `stack_train.nn.experts`. mtp is the mean
-    cross-entropy of multi-token prediction (`Outputs.further`), on targets in the same document.
+    cross-entropy of multi-token prediction (`Outputs.further`), on targets in the same document. index is the mean loss
+    of the layers' indexers, see `stack_train.nn.indexer`, which trains only the indexers.
 
     Attributes:
       name: selects this objective.
@@ -38,6 +39,7 @@ class CausalLMConfig(Objective):
       balance_loss: coefficient of the load-balancing loss; 0.01 in Switch Transformers (arXiv:2101.03961).
       router_z_loss: coefficient that keeps router logits small; 0.001 in ST-MoE (arXiv:2202.08906).
       mtp_loss: coefficient of multi-token prediction; 0.3, then 0.1 in DeepSeek-V3 (arXiv:2412.19437).
+      index_loss: coefficient of the loss of indexers, which `model.index_training` computes.
     """
 
     name: Literal["causal_lm"] = "causal_lm"
@@ -45,6 +47,7 @@ class CausalLMConfig(Objective):
     balance_loss: NonNegativeFloat = 0.0
     router_z_loss: NonNegativeFloat = 0.0
     mtp_loss: NonNegativeFloat = 0.0
+    index_loss: NonNegativeFloat = 0.0
 
     moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"further_loss": "objective.mtp_loss"})
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -68,7 +71,8 @@ class CausalLMConfig(Objective):
         # Microbatches and stages are averaged by their targets, since rows may have very different numbers.
         weight = jnp.sum(targets != IGNORED_TARGET).astype(jnp.float32)
         metrics = {"loss": Metric.mean(loss, weight)}
-        parts = {"balance_loss": self.balance_loss, "router_z": self.router_z_loss}
+        parts = {"balance_loss": self.balance_loss, "router_z": self.router_z_loss, "index_loss": self.index_loss}
+        parts |= {"index_share": 0.0}  # only reported
         for fact, coefficient in parts.items():
             if fact in outputs.facts:
                 # Also with a coefficient of 0, because these numbers show whether the routers are balanced.
@@ -82,7 +86,12 @@ class CausalLMConfig(Objective):
         return loss, metrics
 
     def _fact(self, outputs: Outputs, fact: str) -> jax.Array:
-        """Returns a router metric of the outputs; raises a ConfigError for a model without routers."""
+        """Returns a fact of the outputs; raises a ConfigError if the model does not report the fact."""
+        if fact == "index_loss" and fact not in outputs.facts:
+            raise ConfigError(
+                f"objective.index_loss={self.index_loss} is the coefficient of the loss of an indexer, and the model "
+                "trains none. Set it to 0, or set model.index_training to dense or sparse."
+            )
         if fact not in outputs.facts:
             name = "router_z_loss" if fact == "router_z" else fact
             raise ConfigError(

@@ -39,7 +39,7 @@ class Outputs:
       cache: the cache passed to the call, with the call's tokens appended; None if there was none.
       further: hidden states for multi-token prediction, in the shape of `hidden`, nearest token first.
       facts: measurements for objectives and reports, by name: "expert_load"[layers, experts], each expert's share;
-        "balance_loss" and "router_z", scalars; of calls with a cache, "experts"[mixtures, batch, seq, active], the
+        "balance_loss", "router_z", "index_loss"; of calls with a cache, "experts"[mixtures, batch, seq, active], the
         experts of each token, which calls replay by `experts=`, [batch, seq, mixtures, active], negative for own ones.
     """
 

@@ -17,7 +17,7 @@ from stack_core.abi.config import config
 from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError, TrainingError
 from stack_core.abi.models import ImageTokens, Outputs
 from stack_core.ops import Head
-from stack_train.nn.attention import Attention, Mixer, Rope
+from stack_train.nn.attention import Attention, Mixer, ReportsStatistics, Rope
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, check_unsplit_sequence, from_zigzag, shared_rows, to_zigzag
 from stack_train.nn.experts import Experts
@@ -240,11 +240,16 @@ class Block(nnx.Module):
         facts: Facts = {}
         if self.attention is not None:
             normed, x = self._input(stream, self.attention_norm, self.attention_sum)
-            added, layer_cache = self.attention(gather_sequence(normed), rows, cache, layer_cache)
+            arguments = gather_sequence(normed), rows, cache, layer_cache
+            if isinstance(self.attention, ReportsStatistics):
+                added, layer_cache, facts = self.attention.call_with_statistics(*arguments)
+            else:
+                added, layer_cache = self.attention(*arguments)
             stream = self._add(x, named(added, "attention_output"), self.attention_output_norm, self.attention_sum)
         if self.feed_forward is not None:
             normed, x = self._input(stream, self.feed_forward_norm, self.feed_forward_sum)
-            added, facts = self.feed_forward(gather_sequence(normed), rows)
+            added, of_layer = self.feed_forward(gather_sequence(normed), rows)
+            facts = {**facts, **of_layer}
             if cache is None:  # only generation reports the experts of each token
                 facts.pop("experts", None)
             stream = self._add(x, added, self.feed_forward_output_norm, self.feed_forward_sum)

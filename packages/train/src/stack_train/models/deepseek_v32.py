@@ -1,7 +1,7 @@
 """DeepSeek-V3.2: DeepSeek-V3 with sparse attention to the keys selected by an indexer.
 
-Outputs match transformers' `DeepseekV32ForCausalLM`. Training adds multi-token prediction layers, and does not change
-the indexer.
+Outputs match transformers' `DeepseekV32ForCausalLM`. Training adds multi-token prediction layers and the loss of the
+indexer.
 
 Source: DeepSeek-AI, DeepSeek-V3.2, 2025 (arXiv:2512.02556).
 """
@@ -19,7 +19,7 @@ from stack_train.models.grouped_experts import BALANCED_NAMES, REPEATED, Balance
 from stack_train.models.latent_config import LATENT_NAMES, LATENT_SETTINGS, LatentConfig, read_latent, write_latent
 from stack_train.models.reader import ConfigMap, Reader, Setting
 from stack_train.nn.attention import Rope
-from stack_train.nn.indexer import Indexer
+from stack_train.nn.indexer import Indexer, IndexTraining
 
 __all__ = ["FAMILY", "DeepseekV32Config", "SparseConfig", "spec"]
 
@@ -32,12 +32,15 @@ class SparseConfig(LatentConfig, BalancedConfig):
       index_heads: number of heads of the indexer.
       index_dim: width of a head of the indexer; its first `rope_dim` features have rotary positions.
       index_count: maximum number of keys per query.
+      index_training: "frozen" does not train the indexer, "dense" trains it on attention to all keys, "sparse" on
+        attention to the keys that it selects; see `IndexTraining`. Both need `objective.index_loss`.
     """
 
     query_rank: PositiveInt = 256
     index_heads: PositiveInt = 16
     index_dim: PositiveInt = 64
     index_count: PositiveInt = 1024
+    index_training: IndexTraining = "frozen"
 
     @property
     def index_interleaved(self) -> bool:
@@ -60,7 +63,13 @@ class SparseConfig(LatentConfig, BalancedConfig):
             rotary_dim=self.rope_dim,
             interleaved=self.index_interleaved,
         )
-        return Indexer(heads=self.index_heads, dim=self.index_dim, count=self.index_count, rope=rope)
+        return Indexer(
+            heads=self.index_heads,
+            dim=self.index_dim,
+            count=self.index_count,
+            rope=rope,
+            training=self.index_training,
+        )
 
 
 @config

@@ -1,6 +1,6 @@
 """GLM-5: the layers of DeepSeek-V3.2 in other sizes, and an indexer with interleaved rotary positions.
 
-Outputs match transformers' `GlmMoeDsaForCausalLM`. Training adds multi-token prediction layers, and does not change the
+Outputs match transformers' `GlmMoeDsaForCausalLM`. Training adds multi-token prediction layers and the loss of the
 indexer.
 """
 

@@ -15,11 +15,12 @@ from stack_core.abi.mesh import LogicalAxes, constrain
 from stack_core.ops.dual_chunk import DualChunk, attend_dual_chunks
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, attend, check_unsplit_sequence, shared_sequence_tokens
+from stack_train.nn.feed_forward import Facts
 from stack_train.nn.max_logits import MaxLogits, record_logits
 from stack_train.nn.residual import Hidden, Rows
 from stack_train.nn.stack import named
 
-__all__ = ["Attention", "GroupedAttention", "Mixer", "Rope", "Temperature"]
+__all__ = ["Attention", "GroupedAttention", "Mixer", "ReportsStatistics", "Rope", "Temperature"]
 
 _HEADS, _KV_HEADS = ("batch", "seq", "act_heads", None), ("batch", "seq", "act_kv_heads", None)
 _AXES: Final[dict[str, LogicalAxes]] = {"query": _HEADS, "key": _KV_HEADS, "value": _KV_HEADS}
@@ -36,6 +37,17 @@ class Mixer(Protocol):
 
     def state(self, repeats: int, dtype: str) -> LayerState | None:
         """Returns the specification of the cached state of `repeats` such layers, or None without a state."""
+        ...
+
+
+@runtime_checkable
+class ReportsStatistics(Protocol):
+    """Module of a `Mixer` whose forward pass has statistics."""
+
+    def call_with_statistics(
+        self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any
+    ) -> tuple[Hidden, Any, Facts]:
+        """Returns output and cache of a call of the module, and statistics by name."""
         ...
 
 

@@ -19,6 +19,7 @@ from stack_core.ops.selection import KeySelection
 from stack_train.nn.attention import Rope
 from stack_train.nn.build import Build
 from stack_train.nn.context import ContextKeys, attend, shared_sequence_tokens
+from stack_train.nn.feed_forward import Facts
 from stack_train.nn.indexer import Indexer, attend_indexed
 from stack_train.nn.max_logits import MaxLogits, record_logits
 from stack_train.nn.quantized import read_weight
@@ -95,7 +96,13 @@ class MultiHeadLatentAttention(nnx.Module):
         self.max_logits: MaxLogits | None = nnx.data(None)
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
-        spec, shape = self.spec, x.shape[:2]
+        return self.call_with_statistics(x, rows, cache, layer_cache)[:2]
+
+    def call_with_statistics(
+        self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any
+    ) -> tuple[Hidden, Any, Facts]:
+        """Returns the output, the layer's slice of the cache, and the facts of its indexer; see `attend_indexed`."""
+        spec, shape, facts = self.spec, x.shape[:2], Facts()
         query_latent, query = self._queries(x)
         query = constrain(query.reshape(*shape, spec.heads, -1), "batch", "seq", "act_heads", None)
         still, turning = jnp.split(query, [spec.nope_dim], axis=-1)
@@ -104,16 +111,18 @@ class MultiHeadLatentAttention(nnx.Module):
         latent = self.norm(latent, self.kv_norm, _LATENT)
         # A head axis of size 1, since all heads share this key; its logical name is None, so it is never split.
         key = spec.rope(key[:, :, None, :], rows.positions, None)
-        # Without a cache, short sequences select all keys.
+        # Without a cache, short sequences select all keys, which needs no scores unless they are trained.
         selects = self.indexer is not None and (
-            cache is not None or shared_sequence_tokens(shape[1]) > self.indexer.spec.count
+            cache is not None
+            or self.indexer.spec.training != "frozen"
+            or shared_sequence_tokens(shape[1]) > self.indexer.spec.count
         )
         selection = self.indexer(x, query_latent, rows) if self.indexer is not None and selects else None
         if cache is None:
-            output = self._unfolded(jnp.concatenate([still, turning], axis=-1), latent, key, rows, selection)
+            output, facts = self._unfolded(jnp.concatenate([still, turning], axis=-1), latent, key, rows, selection)
         else:
             output, layer_cache = self._absorbed(still, turning, latent, key, cache, layer_cache, selection)
-        return self.output(named(output.reshape(*shape, -1), "attention", by_op=True)), layer_cache
+        return self.output(named(output.reshape(*shape, -1), "attention", by_op=True)), layer_cache, facts
 
     def recorder(self) -> MaxLogits:
         return MaxLogits(self.kv.kernel.shape[0], self.spec.heads)
@@ -146,7 +155,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def _unfolded(
         self, query: jax.Array, latent: jax.Array, rotated_key: jax.Array, rows: Rows, selection: KeySelection | None
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Facts]:
         spec = self.spec
         unfolded = self.kv(latent).reshape(*latent.shape[:2], spec.heads, -1)
         unfolded = constrain(unfolded, "batch", "seq", "act_heads", None)
@@ -155,10 +164,11 @@ class MultiHeadLatentAttention(nnx.Module):
         rotated_key = jnp.broadcast_to(rotated_key, (*key.shape[:3], spec.rope_dim))
         key = jnp.concatenate([key, rotated_key], axis=-1)
         axes: dict[str, Any] = dict.fromkeys(("query", "key", "value"), ("batch", "seq", "act_heads", None))
-        if selection is not None:
-            return attend_indexed(query, key, value, selection, rows, scale=spec.scale, axes=axes)
+        if selection is not None and spec.indexer is not None:
+            options: Any = {"training": spec.indexer.training, "scale": spec.scale, "axes": axes}
+            return attend_indexed(query, key, value, selection, rows, **options)
         record_logits(self.max_logits, query, key, rows, scale=spec.scale)
-        return attend(
+        output = attend(
             query,
             key,
             value,
@@ -167,6 +177,7 @@ class MultiHeadLatentAttention(nnx.Module):
             axes=axes,
             context_keys=spec.context_keys,
         )
+        return output, {}
 
     def _absorbed(
         self,

@@ -69,7 +69,7 @@ class Boundary:
         """
         if jax.tree.leaves(outputs):
             raise TrainingError(
-                "The layers report facts, as mixtures of experts do, and stages do not pass them on to the objective. "
+                "The layers report facts, as experts and trained indexers do, and the objective gets none from stages. "
                 "Set mesh.stage=1, and split experts over mesh.expert."
             )
         self.output = carry

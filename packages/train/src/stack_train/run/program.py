@@ -24,7 +24,7 @@ from stack_train.step.auxiliary import INIT
 from stack_train.step.program import Program
 from stack_train.step.replicas import REPLICA
 from stack_train.step.staged import is_in_layers
-from stack_train.step.step import make_step
+from stack_train.step.step import Step, make_step
 from stack_train.variables.model_variables import sharding_rules
 
 __all__ = ["build_program", "model_flops", "naming_sizes", "single_device_program", "traced_step"]
@@ -75,6 +75,7 @@ def build_program(
         schedule=_schedule(config, mesh),
         open_model=lambda source: stored_model(run_config(local_path(source.removeprefix("run:")))),
     )
+    _check_indexer(config, step)
     if not with_saved:
         # Omits models of other runs, which need not exist here.
         kept = {name: each for name, each in step.auxiliary.items() if each.source in ("", INIT)}
@@ -112,6 +113,23 @@ def _check_busy(config: RunConfig, mesh: Mesh, objective: Objective) -> None:
     for axis, advice in idle.items():
         if (size := mesh.shape[axis]) > 1:
             raise ConfigError(f"mesh.{axis} is {size}, but its devices would divide no work: {advice}.")
+
+
+def _check_indexer(config: RunConfig, step: Step) -> None:
+    """Raises a ConfigError if a run has a trained indexer without its loss, or only frozen indexers."""
+    training = getattr(config.model, "index_training", "frozen")
+    if training == "frozen":
+        return
+    if not getattr(config.objective, "index_loss", 0.0):
+        raise ConfigError(
+            f"model.index_training={training} trains indexers by a loss of their own, which the objective "
+            f"{config.objective.name!r} does not add. Set objective.index_loss of causal_lm, or index_training=frozen."
+        )
+    if not any("indexer" in path for path in step.model.variables.paths("trained")):
+        raise ConfigError(
+            f"model.index_training={training}, but optimizer.groups or a section such as lora freezes all indexers. "
+            "Leave out their paths, attention/indexer, or set index_training=frozen."
+        )
 
 
 def _schedule(config: RunConfig, mesh: Mesh) -> Schedule | None:

@@ -24,6 +24,8 @@ _FREE = (
     "model.param_dtype",
     "model.remat",
     "model.unroll",
+    "model.bias_rate",
+    "model.index_training",
     "model.initializer_std",
     "model.initializer_factor",
 )

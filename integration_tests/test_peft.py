@@ -243,7 +243,9 @@ def test_layers_that_were_left_out_have_zeros(base, peft):
         assert not each.up[0].any() and each.up[1].any()
 
 
-def test_a_run_goes_on_with_given_adapters(base, peft, tmp_path):
+def test_a_run_goes_on_with_given_adapters(base, peft, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
     def trained(**lora: Any) -> None:
         mapping = {"output": str(tmp_path / "run"), "data": {"source": "stdlib", "seq_tokens": 16, "batch_size": 2}}
         (tmp_path / "text").mkdir(exist_ok=True)

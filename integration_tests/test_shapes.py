@@ -52,6 +52,11 @@ GRID_MODEL = {
     "max_pixels": 1536,
     "vision": {"embed": 64, "heads": 4, "mlp": 128, "layers": 2, "patch": 4, "position_side": 8, "deepstack": [0]},
 }
+WINDOWED_MODEL = {
+    **{key: value for key, value in GRID_MODEL.items() if key != "head_dim"},
+    "name": "qwen2_5_vl",
+    "vision": {"embed": 64, "heads": 4, "mlp": 128, "layers": 2, "patch": 4, "window": 16, "full_layers": [1]},
+}
 
 
 def widen(picture):
@@ -64,7 +69,7 @@ def widen(picture):
 
 
 @pytest.mark.slow  # minutes: it trains a model
-@pytest.mark.parametrize("model", [None, GRID_MODEL], ids=["gemma3_vision", "qwen3_vl"])
+@pytest.mark.parametrize("model", [None, GRID_MODEL, WINDOWED_MODEL], ids=["gemma3_vision", "qwen3_vl", "qwen2_5_vl"])
 def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     subprocess.run([sys.executable, ROOT / "examples" / "shapes.py"], check=True)
@@ -99,12 +104,13 @@ def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(mo
             server.terminate()
 
 
-def test_adapters_belong_to_the_decoder():
+@pytest.mark.parametrize(("model", "groups"), [(GRID_MODEL, 2), (WINDOWED_MODEL, 1)], ids=["qwen3_vl", "qwen2_5_vl"])
+def test_adapters_belong_to_the_decoder(model, groups):
     data = {"name": "image_chat", "source": "chats.jsonl", "tokenizer": "tokenizer", "seq_tokens": 32, "batch_size": 2}
-    mapping = {"output": "none", "model": GRID_MODEL, "data": data}
+    mapping = {"output": "none", "model": model, "data": data}
     config = parse(RunConfig, {**mapping, "lora": {"rules": [{"path": "blocks"}]}})
     trained = named_leaves(build_program(config).step.model.variables.trained)
     kernels = {path.rpartition("/")[0] for path in trained}
-    assert all(path.startswith("lora/blocks/") for path in kernels) and len(kernels) == 2 * 7
+    assert all(path.startswith("lora/blocks/") for path in kernels) and len(kernels) == 7 * groups
     with pytest.raises(StackError, match="path='vision', matches no parameter"):
         build_program(parse(RunConfig, {**mapping, "lora": {"rules": [{"path": "vision"}]}}))

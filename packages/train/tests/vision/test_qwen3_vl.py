@@ -1,6 +1,7 @@
 """Qwen3-VL: positions of images, its tower, and features for later layers.
 
-`integration_tests/parity/test_grid_images.py` compares the models with transformers.
+Images within documents and rows are tested for Qwen2.5-VL as well. `integration_tests/parity/test_grid_images.py`
+compares the models with transformers.
 """
 
 from dataclasses import replace
@@ -14,12 +15,15 @@ from flax import nnx
 
 from stack_core.abi.errors import ArgumentError, ConfigError, ConversionError
 from stack_core.abi.models import ImageTokens
+from stack_core.abi.plugins import registries
 from stack_core.ops.kv_cache import DenseKVCache
+from stack_train.models.qwen2_5_vl import Qwen25VLConfig
 from stack_train.models.qwen3_vl import FAMILY, Qwen3VLConfig
 from stack_train.nn.axial_rope import InterleavedRope, rotate_axes
 from stack_train.nn.residual import ResidualStream, Rows
 from stack_train.vision.grids import patch_places, place_packed_features, resample
 from stack_train.vision.preprocessor import read_preprocessor
+from stack_train.vision.qwen2_5_tower import Qwen25TowerConfig
 from stack_train.vision.qwen_tower import QwenTowerConfig
 
 IMAGE, SEQ = 60, 19
@@ -40,11 +44,29 @@ CONFIG = Qwen3VLConfig(
     max_pixels=36 * 12,
     vision=QwenTowerConfig(embed=16, heads=2, mlp=18, layers=2, patch=3, position_side=5, deepstack=(0, 1)),
 )
+# Its windows are of 2 x 2 tokens, so that images have several.
+WINDOWED = Qwen25VLConfig(
+    vocab_size=61,
+    embed=24,
+    heads=4,
+    kv_heads=2,
+    rope_sections=(1, 1, 1),
+    mlp=40,
+    layers=2,
+    max_positions=32,
+    dtype="float32",
+    initializer_std=0.2,
+    image_token=IMAGE,
+    min_pixels=36,
+    max_pixels=36 * 12,
+    vision=Qwen25TowerConfig(embed=16, heads=2, mlp=18, layers=2, patch=3, window=12, full_layers=(1,)),
+)
+BOTH = pytest.mark.parametrize("config", [CONFIG, WINDOWED], ids=lambda config: config.name)
 
 
 @cache
-def make_model():
-    return jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
+def make_model(config=CONFIG):
+    return jax.jit(lambda: registries.models[config.name].build(config, key=jax.random.key(0)))()
 
 
 def inputs():
@@ -65,10 +87,10 @@ def run(model, tokens, positions, segments, pixels, grids):
     return model(tokens, positions, segments, pixels=pixels, grids=grids).hidden
 
 
-def hidden(tokens, pixels, grids, positions=None, segments=None):
+def hidden(tokens, pixels, grids, positions=None, segments=None, config=CONFIG):
     positions = places_of(tokens) if positions is None else positions
     segments = jnp.ones_like(tokens) if segments is None else segments
-    return np.asarray(run(make_model(), tokens, positions, segments, pixels, grids))
+    return np.asarray(run(make_model(config), tokens, positions, segments, pixels, grids))
 
 
 def expected_rotation(x, coordinates, sections, theta, sign=1.0):
@@ -170,28 +192,31 @@ def test_images_have_positions_in_two_directions():
     assert (alone.rows == -1).all() and (alone.positions == places_of(tokens)[..., None]).all()
 
 
-def test_documents_of_a_row_are_as_alone():
+@BOTH
+def test_documents_of_a_row_are_as_alone(config):
     tokens, pixels, grids = inputs()
     positions = jnp.array([[*range(7), *range(12)]] * 2)
     segments = jnp.array([[1] * 7 + [2] * 12] * 2)
-    packed = hidden(*(array[jnp.array([1, 1])] for array in (tokens, pixels, grids)), positions, segments)[0]
+    packed = hidden(*(array[jnp.array([1, 1])] for array in (tokens, pixels, grids)), positions, segments, config)[0]
     # Each document is the first of a row, whose other tokens are padding.
     place = jnp.arange(SEQ)
     alone = jnp.stack([tokens[1], jnp.roll(tokens[1], -7)])
     own = jnp.stack([grids[1], grids[1, ::-1]]) * jnp.array([1, 0])[:, None]
     real = (place < jnp.array([[7], [12]])).astype(jnp.int32)
-    first, second = hidden(alone, jnp.stack([pixels[1], jnp.roll(pixels[1], -16, axis=0)]), own, segments=real)
+    own_pixels = jnp.stack([pixels[1], jnp.roll(pixels[1], -16, axis=0)])
+    first, second = hidden(alone, own_pixels, own, segments=real, config=config)
     np.testing.assert_allclose(packed[:7], first[:7], atol=2e-5)
     np.testing.assert_allclose(packed[7:], second[:12], atol=2e-5)
 
 
-def test_images_are_causal_and_separate():
+@BOTH
+def test_images_are_causal_and_separate(config):
     tokens, pixels, grids = inputs()
-    before = hidden(tokens, pixels, grids)
+    before = hidden(tokens, pixels, grids, config=config)
     other = np.array(pixels)
     other[1, 16:24] ^= 255  # the second image of the second row
     other[1, 24:] ^= 255  # padding
-    changed = np.abs(hidden(tokens, other, grids) - before).max(axis=-1) > 1e-6
+    changed = np.abs(hidden(tokens, other, grids, config=config) - before).max(axis=-1) > 1e-6
     assert not changed[0].any()
     assert changed[1].tolist() == [place >= 9 for place in range(SEQ)]
 
@@ -239,15 +264,16 @@ def test_a_cache_holds_images():
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-5)
 
 
-def test_the_tower_gets_gradients_from_text():
+@BOTH
+def test_the_tower_gets_gradients_from_text(config):
     tokens, pixels, grids = inputs()
     segments = jnp.ones_like(tokens)
     loss = lambda model: jnp.sum(run(model, tokens, places_of(tokens), segments, pixels, grids)[:, -1] ** 2)
-    gradients = nnx.to_flat_state(nnx.grad(loss)(make_model()))
+    gradients = nnx.to_flat_state(nnx.grad(loss)(make_model(config)))
     tower = [(path, jnp.any(gradient[...])) for path, gradient in gradients if path[0] == "vision"]
     # A softmax does not depend on what all keys share.
     assert [path for path, found in tower if not found and path[-2:] != ("key", "bias")] == []
-    assert len(tower) == 3 + 2 * 16 + 3 * 6
+    assert len(tower) == {CONFIG: 3 + 2 * 16 + 3 * 6, WINDOWED: 2 + 16 + 4}[config]
 
 
 @pytest.mark.parametrize(

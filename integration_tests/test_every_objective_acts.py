@@ -21,8 +21,9 @@ from stack_train.run.program import build_program
 
 DECODER = {"name": "llama", "vocab_size": 61, "embed": 8, "heads": 2, "mlp": 8, "layers": 1, "max_positions": 32}
 DECODER |= {"dtype": "float32"}
-# With the losses of its router and of its multi-token prediction.
-MIXTURE = {**DECODER, "name": "deepseek_v3", "layers": 2, "mtp_layers": 1}
+# With the losses of its router, of its multi-token prediction and of its indexer.
+MIXTURE = {**DECODER, "name": "deepseek_v32", "layers": 2, "mtp_layers": 1, "index_training": "sparse"}
+MIXTURE |= {"index_heads": 2, "index_dim": 4, "index_count": 3}
 MIXTURE |= {"query_rank": 10, "kv_rank": 7, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
 MIXTURE |= {"experts": 4, "active_experts": 2, "expert_mlp": 16, "expert_groups": 2, "kept_groups": 1}
 DENOISER = {"name": "dit", "image_size": 8, "channels": 1, "classes": 10, "patch": 2, "layers": 1, "heads": 2}
@@ -45,7 +46,7 @@ RUNS = {
 }
 """The model and the data of objectives; of the others, the decoder and rollouts."""
 
-NEEDED = {"kl": 0.1, "times": "logit_normal"}
+NEEDED = {"kl": 0.1, "times": "logit_normal", "index_loss": 0.5}
 """What other fields act beside, which are refused without it."""
 
 VALUES = {

@@ -177,6 +177,7 @@ def layers_that_need_the_sequence_in_order_are_refused_by_name():
         (deepseek_v32.FAMILY, dataclasses.replace(INDEXED, index_count=31), "An indexer"),
         (qwen2.FAMILY, qwen2.Qwen2Config(**small, dual_chunk=DualChunk(chunk=8, local=2)), "Dual chunk attention"),
         (deepseek_v4.FAMILY, COMPRESSED, "Attention to compressed tokens"),
+        (deepseek_v32.FAMILY, dataclasses.replace(INDEXED, index_training="dense"), "An indexer"),
     )
     for family, config, name in chosen:
         program = make_program(family, config, {"context": 2})

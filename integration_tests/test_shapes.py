@@ -105,12 +105,16 @@ def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(mo
 
 
 @pytest.mark.parametrize(("model", "groups"), [(GRID_MODEL, 2), (WINDOWED_MODEL, 1)], ids=["qwen3_vl", "qwen2_5_vl"])
-def test_adapters_belong_to_the_decoder(model, groups):
+def test_a_rule_for_adapters_names_the_decoder_or_the_tower(model, groups):
     data = {"name": "image_chat", "source": "chats.jsonl", "tokenizer": "tokenizer", "seq_tokens": 32, "batch_size": 2}
-    mapping = {"output": "none", "model": model, "data": data}
-    config = parse(RunConfig, {**mapping, "lora": {"rules": [{"path": "blocks"}]}})
-    trained = named_leaves(build_program(config).step.model.variables.trained)
-    kernels = {path.rpartition("/")[0] for path in trained}
-    assert all(path.startswith("lora/blocks/") for path in kernels) and len(kernels) == 7 * groups
-    with pytest.raises(StackError, match="path='vision', matches no parameter"):
-        build_program(parse(RunConfig, {**mapping, "lora": {"rules": [{"path": "vision"}]}}))
+
+    def adapted(path):
+        mapping = {"output": "none", "model": model, "data": data, "lora": {"rules": [{"path": path}]}}
+        trained = named_leaves(build_program(parse(RunConfig, mapping)).step.model.variables.trained)
+        return {name.removeprefix("lora/").rpartition("/")[0] for name in trained}
+
+    assert len(adapted("blocks")) == 7 * groups
+    assert adapted("query/kernel") == {f"blocks/0/{place}/attention/query/kernel" for place in range(groups)}
+    assert {path.partition("/")[0] for path in adapted("vision/.*(query|value)/kernel")} == {"vision"}
+    with pytest.raises(StackError, match="path='patches', matches no parameter"):
+        adapted("patches")

@@ -21,6 +21,7 @@ from stack_quant.transform.program import Parameters, Program, trace
 
 __all__ = [
     "FACTORS",
+    "IMAGE_INPUTS",
     "ModuleProgram",
     "as_program_class",
     "call_on_batches",
@@ -37,6 +38,8 @@ FACTORS = "lora"
 """The attribute of a module with the factors of its adapters."""
 
 _LANGUAGE_MODEL_INPUTS = ("tokens", "positions", "segment_ids")
+IMAGE_INPUTS = ("pixels", "grids")
+"""Arguments of a language model with a tower, which quantization leaves out: a tower stays in float."""
 
 
 def quantize_module(
@@ -98,9 +101,19 @@ class ModuleProgram:
 
     @classmethod
     def of(
-        cls, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any] | None = None
+        cls,
+        model: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        call: Callable[..., Any] | None = None,
+        *,
+        images: bool = False,
     ) -> "ModuleProgram":
-        """Creates the program of a plain module. Without `call`, a language model also computes logits."""
+        """Creates the program of a plain module. Without `call`, a language model also computes logits.
+
+        Args:
+          images: True keeps `IMAGE_INPUTS` among the arguments of a language model.
+        """
         if call is None and isinstance(model, LanguageModel):
             # A language model with inputs besides its own tokens, such as a source.
             call = call_on_batches(model)
@@ -112,7 +125,7 @@ class ModuleProgram:
             return used(_merged(graph, state, values), *args, **kwargs)
 
         kinds = {path: type(variable) for path, variable in variables_by_path(model).items()}
-        taken = _inputs if is_batch else dict
+        taken = functools.partial(_inputs, images=images) if is_batch else dict
         return cls(fn, Parameters.of(nnx.to_pure_dict(state)), kinds, args, taken(kwargs), taken)
 
     def trace(self) -> Program:
@@ -168,9 +181,10 @@ def _logits(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model.logits(model(*args, **kwargs).hidden)
 
 
-def _inputs(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def _inputs(batch: Mapping[str, Any], *, images: bool) -> Mapping[str, Any]:
     # A batch of training also has labels and weights.
-    return {name: array for name, array in batch.items() if name in _LANGUAGE_MODEL_INPUTS}
+    names = (*_LANGUAGE_MODEL_INPUTS, *IMAGE_INPUTS) if images else _LANGUAGE_MODEL_INPUTS
+    return {name: array for name, array in batch.items() if name in names}
 
 
 def _called(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,14 @@ from flax import nnx
 from stack_quant.errors import QuantError
 from stack_quant.lora.planning import add_adapters, factors_of
 from stack_quant.lora.rules import AdapterRule
-from stack_quant.nnx_model import FACTORS, ModuleProgram, as_program_class, plain_module, variables_by_path
+from stack_quant.nnx_model import (
+    FACTORS,
+    IMAGE_INPUTS,
+    ModuleProgram,
+    as_program_class,
+    plain_module,
+    variables_by_path,
+)
 from stack_quant.quantization import Quantization, unquantized
 from stack_quant.transform.adapted import Adapter
 
@@ -45,10 +52,17 @@ def adapt_module(
     """
     held = getattr(model, "quantization", None)
     quantization = held if isinstance(held, Quantization) else unquantized()
-    program = ModuleProgram.of(plain_module(model), (), sample_batch, call)
+    plain = plain_module(model)
+    program = ModuleProgram.of(plain, (), sample_batch, call)
+    has_images = any(name in sample_batch for name in IMAGE_INPUTS)
     arrays = program.parameters.arrays
     resolved = add_adapters(
-        rules, program.trace(), arrays, quantization.resolved, lambda path: issubclass(program.kinds[path], nnx.Param)
+        rules,
+        program.trace(),
+        arrays,
+        quantization.resolved,
+        lambda path: issubclass(program.kinds[path], nnx.Param),
+        with_images=ModuleProgram.of(plain, (), sample_batch, call, images=True).trace() if has_images else None,
     )
     factors = factors_of(resolved.adapters, arrays, jax.random.key(seed), dtype)
     result = nnx.clone(model)

@@ -23,12 +23,15 @@ def add_adapters(
     arrays: Mapping[str, Any],
     resolved: ResolvedRules,
     may_adapt: Callable[[str], bool],
+    *,
+    with_images: Program | None = None,
 ) -> ResolvedRules:
     """Returns `resolved` with the adapters that `rules` describe.
 
     Args:
       arrays: parameters by path, some of which may be quantized.
       may_adapt: predicate on paths that is False for arrays that are not parameters.
+      with_images: the program of a call with images; None without a tower.
 
     Raises:
       QuantError: the rules have adapters already.
@@ -41,7 +44,9 @@ def add_adapters(
         for path, array in arrays.items()
         if may_adapt(path) and jnp.issubdtype(array.dtype, jnp.floating)
     }
-    return replace(resolved, adapters=plan_adapters(rules, shapes, program.survey(arrays, resolved).uses))
+    uses = program.survey(arrays, resolved).uses
+    of_images = () if with_images is None else with_images.survey(arrays, resolved).uses
+    return replace(resolved, adapters=plan_adapters(rules, shapes, uses, of_images))
 
 
 def factors_of(

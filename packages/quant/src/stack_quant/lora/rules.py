@@ -29,7 +29,8 @@ class AdapterRule:
     product, such as biases and norms, are not changed.
 
     Attributes:
-      path: regular expression that must match one or several consecutive segments of a parameter's path completely.
+      path: regular expression that must match one or several consecutive segments of a parameter's path completely, and
+        for a tower of images its first segments, as in "vision/.*(query|value)/kernel".
       rank: rank of the factors D and U; 0 excludes the matched parameters from later rules and gives them no adapter.
       alpha: numerator of the scale s.
       rank_stabilized: use s = alpha / sqrt(rank) (rsLoRA) instead of alpha / rank.
@@ -79,30 +80,34 @@ def as_adapter_rules(rules: Any) -> tuple[AdapterRule, ...]:
 
 
 def plan_adapters(
-    rules: Sequence[AdapterRule], shapes: Mapping[str, tuple[int, ...]], uses: Sequence[Use]
+    rules: Sequence[AdapterRule],
+    shapes: Mapping[str, tuple[int, ...]],
+    uses: Sequence[Use],
+    of_images: Sequence[Use] = (),
 ) -> dict[str, Adapter]:
     """Returns the adapters by the path of their parameter.
 
     Args:
       shapes: shapes of the floating parameters, by path.
       uses: uses of parameters, in the order of the program.
+      of_images: uses in a call with images. Parameters that only such a call uses need a rule whose match begins with
+        the first segment of their path, so that "query/kernel" stays the name of the decoder's queries.
 
     Raises:
       RuleError: a rule matches no parameter in a product, or a matched product sums over a part of an axis, or all
         matching rules have rank 0.
     """
-    first: dict[str, Use] = {}
-    for use in uses:
-        # The first product decides which axes are summed, as for quantization.
-        if use.contracted and use.free and not (use.is_lookup or use.derived or use.mixed):
-            first.setdefault(use.path, use)
+    first = _first_products(uses)
+    of_decoder = set(first)
+    first |= {path: use for path, use in _first_products(of_images).items() if path not in first}
     found: dict[str, Adapter] = {}
     taken = set()
     for path, use in first.items():
         # Products also use arrays other than parameters, such as buffers.
         if path not in shapes:
             continue
-        number = next((number for number, rule in enumerate(rules) if path_matches(rule.path, path)), None)
+        matches = path_matches if path in of_decoder else _matches_start
+        number = next((number for number, rule in enumerate(rules) if matches(rule.path, path)), None)
         if number is None:
             continue
         taken.add(number)
@@ -121,6 +126,20 @@ def plan_adapters(
             "which excludes a parameter. Give one of them a rank of 1 or more, such as 8."
         )
     return found
+
+
+def _first_products(uses: Sequence[Use]) -> dict[str, Use]:
+    """Returns the first product of each parameter, which decides the summed axes, as for quantization."""
+    found: dict[str, Use] = {}
+    for use in uses:
+        if use.contracted and use.free and not (use.is_lookup or use.derived or use.mixed):
+            found.setdefault(use.path, use)
+    return found
+
+
+def _matches_start(pattern: str, path: str) -> bool:
+    """Returns whether a regular expression matches the first segments of a path."""
+    return re.fullmatch(rf"(?:{pattern})(/.*)?", path) is not None
 
 
 def _adapter(path: str, rule: AdapterRule, shape: tuple[int, ...], use: Use) -> Adapter:

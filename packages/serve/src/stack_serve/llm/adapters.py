@@ -1,13 +1,14 @@
 """Serving of many low-rank adapters with one base model: validation, device pool and application in a step."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 
 from stack_core.abi.adapters import Adapters, ExpectsAdapters, ReadsAdapters
 from stack_core.abi.errors import GenerationError
@@ -21,6 +22,7 @@ __all__ = [
     "HostAdapter",
     "Pool",
     "Weights",
+    "check_applied",
     "put",
     "read_all",
     "unusable",
@@ -234,6 +236,20 @@ def _check_kind(name: str, path: str, factors: Any) -> None:
     raise GenerationError(
         f"Adapter {name!r} of {path} {fault}, which cannot be served with others. {_MERGE}", parameter="adapter"
     )
+
+
+def check_applied(step: Callable[[Any], Any], weights: Weights, layers: Any) -> None:
+    """Traces `step((weights, layers))`; raises a GenerationError for adapters on which no result depends."""
+    assert weights.pool is not None
+    jaxpr = jax.make_jaxpr(step)((weights, layers)).jaxpr
+    _, is_used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    first, count = (len(jax.tree.leaves(part)) for part in (weights.params, weights.pool))
+    factors = jax.tree.unflatten(jax.tree.structure(weights.pool), is_used[first : first + count]).factors
+    if unused := [path for path, each in factors.items() if not any(each.values())]:
+        raise GenerationError(
+            f"No step applies adapters of {', '.join(unused)}, which belong to the tower of images. {_MERGE}",
+            parameter="adapter",
+        )
 
 
 def unusable(faults: Mapping[str, Exception]) -> GenerationError:

@@ -194,7 +194,7 @@ def test_stages_are_refused():
     config, tokens = make_config("deepseek_v4", layers=2, kinds=("heavy",) * 2), jnp.zeros((2, 4), jnp.int32)
     model = nnx.eval_shape(lambda: FAMILY.build(config, key=jax.random.key(0)))
     with (
-        pytest.raises(TrainingError, match=r"facts, as mixtures of experts do.*mesh\.stage=1"),
+        pytest.raises(TrainingError, match=r"facts, as experts and trained indexers do.*mesh\.stage=1"),
         pipeline._around(pipeline.Boundary()),
     ):
         jax.eval_shape(lambda model, tokens: model(tokens, tokens), model, tokens)

@@ -80,8 +80,8 @@ def test_the_steps_of_the_section_are_captured(tmp_path, section):
     assert 2 <= len(steps) <= 4
 
 
+@pytest.mark.usefixtures("memray")
 def test_a_section_tracks_the_python_heap_or_ends_the_run_at_its_start(tmp_path, monkeypatch):
-    pytest.importorskip("memray", reason="needs stack-profile[memray]")
     with observed(tmp_path, first_step=2, steps=1, python_heap=True) as bus:
         train(bus, tmp_path, steps=3)
     (heap,) = load_trace(tmp_path / "profile").heaps

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import stack_profile
 from stack_core.cli import main
 from stack_profile.analyses.python_heap import python_heap
-from stack_profile.captures.python_heap import load_memray
+from stack_profile.captures.python_heap import crashes, load_memray
 from stack_profile.captures.recording import Recording
 from stack_profile.errors import CaptureError
 from stack_profile.report.page import page, sections
@@ -37,9 +38,8 @@ time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory):
+def tracked(tmp_path_factory, memray):
     """The folder of a script and of its capture."""
-    pytest.importorskip("memray", reason="needs stack-profile[memray]")
     folder = tmp_path_factory.mktemp("heap")
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "stack_core", "profile", "run", "--python-heap", "--out", "out", "script.py"]
@@ -86,8 +86,7 @@ def test_a_damaged_file_is_named(tracked, tmp_path):
     assert trace.heaps == (None,) and any(file.name in problem for problem in trace.problems)
 
 
-def test_a_second_tracker_is_refused_and_the_profiler_is_free_again(tmp_path):
-    memray = pytest.importorskip("memray", reason="needs stack-profile[memray]")
+def test_a_second_tracker_is_refused_and_the_profiler_is_free_again(tmp_path, memray):
     captured = stack_profile.capture(tmp_path / "out", python_heap=True)
     with memray.Tracker(tmp_path / "own.bin"), pytest.raises(CaptureError, match="cannot track the Python heap"):
         captured.start()
@@ -98,9 +97,8 @@ def test_a_second_tracker_is_refused_and_the_profiler_is_free_again(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The recording is lost")  # of the thread that writes
+@pytest.mark.usefixtures("memray")
 def test_a_capture_whose_recording_is_lost_leaves_no_file_of_memray(tmp_path, monkeypatch):
-    pytest.importorskip("memray", reason="needs stack-profile[memray]")
-
     def lose(recording):
         raise CaptureError("The recording is lost.")
 
@@ -110,6 +108,14 @@ def test_a_capture_whose_recording_is_lost_leaves_no_file_of_memray(tmp_path, mo
     with pytest.raises(CaptureError, match="The recording is lost"):
         captured.wait()
     assert not list(tmp_path.rglob("*.heap.bin"))
+
+
+def test_a_memray_that_would_end_python_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "memray", SimpleNamespace(__version__="1.20.0"))
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
+    with pytest.raises(CaptureError, match=r"memray 1\.20\.0 crashes Python 3\.12"):
+        stack_profile.capture(tmp_path, python_heap=True)
+    assert not crashes((3, 12), "1.21.0") and not crashes((3, 13), "1.20.0")
 
 
 def test_without_memray_the_error_names_the_extra(tmp_path, monkeypatch, capsys):

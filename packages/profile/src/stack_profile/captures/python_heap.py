@@ -7,28 +7,42 @@ import contextlib
 import gzip
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any, Final
 
 from stack_core.abi.installing import install_command
 from stack_profile.errors import CaptureError
 
-__all__ = ["PythonHeap", "load_memray"]
+__all__ = ["PythonHeap", "crashes", "load_memray"]
 
 _MOST_STACKS: Final = 20_000
+# Up to this version, ending a tracker ends Python 3.12 with a segmentation fault (memray's issue 999).
+_LAST_UNSAFE: Final = (1, 20, 0)
 
 
 def load_memray() -> Any:
     """Imports memray.
 
     Raises:
-      CaptureError: memray is not installed.
+      CaptureError: memray is not installed, or its version crashes this Python.
     """
     try:
-        return importlib.import_module("memray")
+        memray = importlib.import_module("memray")
     except ImportError as error:
         command = install_command("stack-profile[memray]")
         raise CaptureError(f"The Python heap needs memray, which is not installed: {command}") from error
+    if crashes(sys.version_info[:2], memray.__version__):
+        raise CaptureError(
+            f"memray {memray.__version__} crashes Python 3.12 when it stops tracking. Use a later memray, Python 3.11 "
+            "or 3.13, or capture without python_heap."
+        )
+    return memray
+
+
+def crashes(python: tuple[int, ...], memray: str) -> bool:
+    """Returns whether a version of memray crashes a version of Python when a tracker ends."""
+    return python == (3, 12) and tuple(int(part) for part in memray.split(".")[:3]) <= _LAST_UNSAFE
 
 
 class PythonHeap:

@@ -33,7 +33,7 @@ class SparseConfig(LatentConfig, BalancedConfig):
       index_dim: width of a head of the indexer; its first `rope_dim` features have rotary positions.
       index_count: maximum number of keys per query.
       index_training: "frozen" does not train the indexer, "dense" trains it on attention to all keys, "sparse" on
-        attention to the keys that it selects; see `IndexTraining`. Both need `objective.index_loss`.
+        attention to the keys that it selects. Both need `objective.index_loss`.
     """
 
     query_rank: PositiveInt = 256

@@ -89,7 +89,8 @@ def test_an_update_is_that_of_the_optimizer_and_then_of_the_clip(kv_heads, optim
         ours, theirs = np.asarray(ours), np.asarray(theirs)
         factor = np.ones(1) if path[-1].key != "kernel" else factors.get(path[-2].key, np.ones(1))
         factor = np.repeat(factor, theirs.shape[-1] // factor.size).astype(np.float32)
-        np.testing.assert_allclose(ours, theirs * factor, rtol=1e-5, atol=1e-7)
+        # Of two programs, whose float32 sums of entries of up to 0.7 round differently.
+        np.testing.assert_allclose(ours, theirs * factor, rtol=1e-5, atol=1e-6)
 
     jax.tree.map_with_path(check, found.params, expected.params)
     if optimizer.ema_decay is not None:  # the average is taken of the scaled weights

@@ -13,6 +13,7 @@ from stack_core.abi.generation import SamplingParams
 from stack_serve.http.server import HttpServer, listen
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.images import tower_parameters
 from stack_serve.llm.language_model import LLM
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.lifecycle import OpenAIApp
@@ -96,6 +97,12 @@ def test_answers_are_those_of_the_model_without_pages(llm, checkpoint, whole):
     again = llm.chat(conversations()[1], GREEDY)
     assert again[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
     assert llm._engine.stats().prefix_hits_tokens > hits
+
+
+def test_features_depend_on_the_tower_alone(checkpoint):
+    found = tower_parameters(checkpoint, checkpoint.images)
+    assert {path.partition("/")[0] for path in found} == {"vision", "projector"}
+    assert "vision/blocks/query/kernel" in found
 
 
 def test_features_are_computed_once_for_equal_pixels(llm):

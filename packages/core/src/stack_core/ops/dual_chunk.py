@@ -3,12 +3,10 @@
 Source: An et al., Training-Free Long-Context Scaling of Large Language Models, 2024 (arXiv:2402.17463).
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -16,6 +14,7 @@ from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import parts_of
 from stack_core.ops.dispatch.contract import accurate_dtype, contract
+from stack_core.ops.query_blocks import map_query_blocks
 
 __all__ = ["DualChunk", "attend_dual_chunks"]
 
@@ -111,7 +110,7 @@ def attend_dual_chunks(
       segments: segments of queries and keys; queries attend only to their own segment.
       scale: factor of the scores; None is key_dim ** -0.5.
     """
-    batch, q_seq, regions, heads, dim = queries.shape
+    batch, _, regions, heads, dim = queries.shape
     kv_seq, kv_heads = key.shape[1:3]
     dtype, scale = accurate_dtype(queries.dtype), dim**-0.5 if scale is None else scale
     keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
@@ -137,16 +136,5 @@ def attend_dual_chunks(
         return output.reshape(batch, heads, rows, -1).swapaxes(1, 2)
 
     shares = parts_of("batch") * parts_of("act_heads")
-    most_rows = max(_BLOCK_BYTES * shares // (4 * batch * heads * regions * kv_seq), 1)
-    if q_seq <= most_rows:
-        return of_block(by_query)
-    blocks = math.ceil(q_seq / most_rows)
-    rows = math.ceil(q_seq / blocks)
-    outputs = lax.map(jax.checkpoint(of_block), {name: _blocks(x, blocks, rows) for name, x in by_query.items()})
-    return jnp.moveaxis(outputs, 0, 1).reshape(batch, blocks * rows, *outputs.shape[3:])[:, :q_seq]
-
-
-def _blocks(x: jax.Array, blocks: int, rows: int) -> jax.Array:
-    """Divides [batch, q_seq, ...] into [blocks, batch, rows, ...], padded with zeros."""
-    padded = jnp.pad(x, ((0, 0), (0, blocks * rows - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
-    return jnp.moveaxis(padded.reshape(x.shape[0], blocks, rows, *x.shape[2:]), 1, 0)
+    max_rows = max(_BLOCK_BYTES * shares // (4 * batch * heads * regions * kv_seq), 1)
+    return map_query_blocks(of_block, by_query, max_rows)

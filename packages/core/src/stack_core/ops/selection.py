@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stack_core.abi.mesh import LogicalAxes, axes_of, map_parts, parts_of
 from stack_core.ops.definitions.attention import attention
 from stack_core.ops.dispatch.contract import accurate_dtype, contract
+from stack_core.ops.query_blocks import map_query_blocks
 
 __all__ = [
     "KeySelection",
@@ -245,8 +246,7 @@ def _in_blocks(
       of_block: function of queries, their index scores and the mask of their visible keys. Arrays of all queries and
         keys are computed again in the backward pass.
     """
-    batch, q_seq = query.shape[:2]
-    kv_seq = selection.key.shape[1]
+    batch, kv_seq = selection.key.shape[:2]
     by_query: dict[str, Any] = {"query": query, "positions": positions}
     by_query |= {"index_query": selection.query, "weights": selection.weights}
     if segments is not None:
@@ -259,23 +259,9 @@ def _in_blocks(
         scores = index_scores(block["index_query"], block["weights"], selection.key)
         return of_block(block["query"], scores, visible)
 
-    most_rows = max(_BLOCK_BYTES // _bytes_of(batch, 1, kv_seq), 1)
-    if q_seq <= most_rows:
-        return run(by_query)
-    blocks = math.ceil(q_seq / most_rows)
-    rows = math.ceil(q_seq / blocks)
-    # A checkpoint: otherwise the scan would store the mask of every block for the backward pass.
-    outputs = lax.map(jax.checkpoint(run), {name: _blocks(x, blocks, rows) for name, x in by_query.items()})
-    joined = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, blocks * rows, *x.shape[3:])[:, :q_seq]
-    return jax.tree.map(joined, outputs)
+    return map_query_blocks(run, by_query, max(_BLOCK_BYTES // _bytes_of(batch, 1, kv_seq), 1))
 
 
 def _bytes_of(batch: int, rows: int, keys: int) -> int:
     """Returns the size of fp32 scores on one device."""
     return 4 * math.ceil(batch / parts_of("batch")) * rows * keys
-
-
-def _blocks(x: jax.Array, blocks: int, rows: int) -> jax.Array:
-    """Divides [batch, q_seq, ...] into [blocks, batch, rows, ...], padded with zeros."""
-    padded = jnp.pad(x, ((0, 0), (0, blocks * rows - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
-    return jnp.moveaxis(padded.reshape(x.shape[0], blocks, rows, *x.shape[2:]), 1, 0)

@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -42,7 +43,7 @@ def load_memray() -> Any:
 
 def crashes(python: tuple[int, ...], memray: str) -> bool:
     """Returns whether a version of memray crashes a version of Python when a tracker ends."""
-    return python == (3, 12) and tuple(int(part) for part in memray.split(".")[:3]) <= _LAST_UNSAFE
+    return python == (3, 12) and tuple(map(int, re.findall(r"\d+", memray)[:3])) <= _LAST_UNSAFE
 
 
 class PythonHeap:

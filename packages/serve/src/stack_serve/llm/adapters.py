@@ -1,20 +1,21 @@
 """Serving of many low-rank adapters with one base model: validation, device pool and application in a step."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval
 
 from stack_core.abi.adapters import Adapters, ExpectsAdapters, ReadsAdapters
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.ops.building import LowRankWeight, is_quantized
+from stack_core.text.images import image_reader_of
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.images import tower_parameters
 from stack_serve.llm.unstacking import Layers
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "HostAdapter",
     "Pool",
     "Weights",
-    "check_applied",
     "put",
     "read_all",
     "unusable",
@@ -69,7 +69,8 @@ class AdapterShapes:
         The parameters are the union over the adapters; the rank is the maximum rank, rounded up to a power of two.
 
         Raises:
-          GenerationError: an adapter is of an unsupported kind, its base is quantized, or `config.tensor` exceeds 1.
+          GenerationError: an adapter is of an unsupported kind, its base is quantized or in a tower of images, or
+            `config.tensor` exceeds 1.
         """
         if config.tensor > 1:
             raise GenerationError(
@@ -84,6 +85,14 @@ class AdapterShapes:
                 _check_kind(name, path, each)
                 paths.append(path)
                 ranks.append(each.rank)
+        reader = image_reader_of(checkpoint)
+        # Features of an image are computed once for all requests, without an adapter.
+        if reader is not None and (found := tower_parameters(checkpoint, reader).intersection(paths)):
+            raise GenerationError(
+                f"{', '.join(sorted(found))} of {checkpoint.name}: adapters of a tower of images cannot be served with "
+                f"others. {_MERGE}",
+                parameter="adapter",
+            )
         targets, most = dict[str, jax.ShapeDtypeStruct](), max(ranks)
         for path in paths:
             parameter = _at(checkpoint.parameters, path)
@@ -236,20 +245,6 @@ def _check_kind(name: str, path: str, factors: Any) -> None:
     raise GenerationError(
         f"Adapter {name!r} of {path} {fault}, which cannot be served with others. {_MERGE}", parameter="adapter"
     )
-
-
-def check_applied(step: Callable[[Any], Any], weights: Weights, layers: Any) -> None:
-    """Traces `step((weights, layers))`; raises a GenerationError for adapters on which no result depends."""
-    assert weights.pool is not None
-    jaxpr = jax.make_jaxpr(step)((weights, layers)).jaxpr
-    _, is_used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    first, count = (len(jax.tree.leaves(part)) for part in (weights.params, weights.pool))
-    factors = jax.tree.unflatten(jax.tree.structure(weights.pool), is_used[first : first + count]).factors
-    if unused := [path for path, each in factors.items() if not any(each.values())]:
-        raise GenerationError(
-            f"No step applies adapters of {', '.join(unused)}, which belong to the tower of images. {_MERGE}",
-            parameter="adapter",
-        )
 
 
 def unusable(faults: Mapping[str, Exception]) -> GenerationError:

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters import partial_eval
 
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
+from stack_core.runtime.tree_paths import path_name
 from stack_core.text.images import ImageReader, image_places
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "images_between",
     "images_of_rows",
     "step_images",
+    "tower_parameters",
 ]
 
 _MIN_IMAGES, _USUAL_TOKENS = 16, 256
@@ -135,6 +138,19 @@ def _positions(images: Iterable[PromptImage], start: int, tokens: int) -> np.nda
 
 def feature_shape(checkpoint: GenerativeCheckpoint, reader: ImageReader) -> Any:
     """Returns the shape and dtype of the features of the smallest image, [tokens, features]."""
+    return _traced_features(checkpoint, reader)[1]
+
+
+def tower_parameters(checkpoint: GenerativeCheckpoint, reader: ImageReader) -> set[str]:
+    """Returns the paths of the parameters by which the features of images are computed."""
+    jaxpr = _traced_features(checkpoint, reader)[0].jaxpr
+    _, is_used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    leaves = jax.tree_util.tree_leaves_with_path(checkpoint.parameters)
+    return {path_name(path) for (path, _), used in zip(leaves, is_used, strict=False) if used}
+
+
+def _traced_features(checkpoint: GenerativeCheckpoint, reader: ImageReader) -> Any:
+    """Traces the features of the smallest image as a function of the parameters; returns the jaxpr and the shapes."""
     pixels = jax.ShapeDtypeStruct((1, *reader.shape(reader.sizes[0])), np.uint8)
     grids = (jax.ShapeDtypeStruct((1, 1, 2), np.int32),) if reader.has_grids else ()
 
@@ -142,4 +158,4 @@ def feature_shape(checkpoint: GenerativeCheckpoint, reader: ImageReader) -> Any:
         model: Any = checkpoint.model(params)
         return model.image_features(pixels, *grids)[0]
 
-    return jax.eval_shape(features, checkpoint.parameters, pixels, *grids)
+    return jax.make_jaxpr(features, return_shape=True)(checkpoint.parameters, pixels, *grids)

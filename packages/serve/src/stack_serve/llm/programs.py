@@ -16,7 +16,7 @@ from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import TokenLogprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, mask_words
 from stack_core.text.images import ImageReader, image_reader_of
-from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, check_applied, put, unusable
+from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shared_pool
 from stack_serve.llm.compiled_programs import CompiledPrograms, Key, Progress
@@ -130,8 +130,6 @@ class Programs:
             if adapters is not None:
                 self._check_adapters(adapters)
             raise
-        if pool is not None:
-            self._placement.traced(check_applied, self._smallest_step, weights, jax.eval_shape(self._empty))
         self._lay_out(pages, config.page_layout or preferences.best)
         # Such a layout merges the two pools of a layer, so the arrays sliced by loops must be determined again.
         if config.page_layout is None and holds_values(preferences.best):

@@ -197,7 +197,7 @@ class Attention:
             "layers without rotary positions": True if self.rope is None else None,
         }
         if found := [name for name, value in options.items() if value is not None]:
-            raise ConfigError(f"Dual chunk attention does not support {', '.join(found)}. Leave it out, or that.")
+            raise ConfigError(f"Dual chunk attention does not support {', '.join(found)}. Leave one of them out.")
 
     def build(self, build: Build) -> "GroupedAttention":
         return GroupedAttention(self, build)

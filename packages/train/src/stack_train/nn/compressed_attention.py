@@ -3,7 +3,6 @@
 Source: DeepSeek-AI, DeepSeek-V4, 2026, section 2.3, as in transformers' `DeepseekV4Attention`.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, KVCache, LayerState, Recurrent
 from stack_core.abi.mesh import LogicalAxes, constrain
+from stack_core.ops.query_blocks import block_rows, map_query_blocks
 from stack_core.ops.selection import index_scores, selected_keys
 from stack_train.nn.attention import Rope
 from stack_train.nn.build import Build
@@ -173,20 +173,19 @@ class SharedKeyAttention(nnx.Module):
         A block reads only the keys of its window, so the products grow linearly with the sequence, except with entries.
         """
         batch, seq = query.shape[:2]
-        blocks = math.ceil(seq / _BLOCK_TOKENS)
-        size, earlier = math.ceil(seq / blocks), self.spec.window - 1
+        size, earlier = block_rows(seq, _BLOCK_TOKENS), self.spec.window - 1
         windows = complete_windows(rows, self.spec.compressors[0].rate)
         entries = [module.pool(each, windows) for module, each in zip(self._compressors, features, strict=True)]
         # Entries become visible at the index of their last token; others stay behind all queries.
-        ends = jnp.where(windows.complete, windows.last, blocks * size)
+        ends = jnp.where(windows.complete, windows.last, seq)
         ids = rows.segment_ids
         end_ids = None if ids is None else jnp.take_along_axis(ids, windows.last, axis=1)
-        padded = jnp.pad(key, ((0, 0), (earlier, blocks * size - seq), (0, 0), (0, 0)))
-        padded_ids = None if ids is None else jnp.pad(ids, ((0, 0), (earlier, blocks * size - seq)))
+        padded = jnp.pad(key, ((0, 0), (earlier, -seq % size), (0, 0), (0, 0)))
+        padded_ids = None if ids is None else jnp.pad(ids, ((0, 0), (earlier, -seq % size)))
 
         def attend_block(block: tuple[Any, ...]) -> jax.Array:
-            number, query, *index = block
-            start = number * size
+            numbers, query, *index = block
+            start = numbers[0, 0]
             own = lax.dynamic_slice_in_dim(padded, start, size + earlier, axis=1)
             places = jnp.broadcast_to(start - earlier + jnp.arange(size + earlier), (batch, size + earlier))
             segments = None
@@ -194,12 +193,9 @@ class SharedKeyAttention(nnx.Module):
                 segments = (lax.dynamic_slice_in_dim(padded_ids, start, size + earlier, axis=1), end_ids)
             return self._attend(query, own, places, entries, ends, tuple(index), segments)
 
-        if blocks == 1:
-            return attend_block((0, query, *index))
-        stacked = [_blocks(each, blocks, size) for each in (query, *index)]
-        # A checkpoint: otherwise the scan would store the mask of every block for the backward pass.
-        outputs = lax.map(jax.checkpoint(attend_block), (jnp.arange(blocks), *stacked))
-        return jnp.moveaxis(outputs, 0, 1).reshape(batch, blocks * size, *outputs.shape[3:])[:, :seq]
+        numbers = jnp.broadcast_to(jnp.arange(seq), (batch, seq))
+        output: jax.Array = map_query_blocks(attend_block, (numbers, query, *index), _BLOCK_TOKENS)
+        return output
 
     def _step(
         self, state: tuple[jax.Array, ...], valid: jax.Array, query: jax.Array, key: jax.Array, *operands: jax.Array
@@ -273,9 +269,3 @@ def _with_entries(
     return jax.vmap(lambda row, place, value: row.at[place].set(value.astype(row.dtype), mode="drop"))(
         stored, places, new
     )
-
-
-def _blocks(x: jax.Array, blocks: int, size: int) -> jax.Array:
-    """Divides [batch, seq, ...] into [blocks, batch, size, ...], padded with zeros."""
-    padded = jnp.pad(x, ((0, 0), (0, blocks * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
-    return jnp.moveaxis(padded.reshape(x.shape[0], blocks, size, *x.shape[2:]), 1, 0)

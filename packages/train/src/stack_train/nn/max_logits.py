@@ -134,10 +134,10 @@ def max_logits(
         rows = lax.dynamic_slice_in_dim(query, first_query, size, 3).reshape(batch, kv_heads, -1, dim)
         columns = lax.dynamic_slice_in_dim(key, first_key, size, 2)
         products = contract("bhqd,bhkd->bhqk", rows, columns, largest.dtype).reshape(*largest.shape, size, size)
-        at = first_query + places[:, None]
-        distance = at - (first_key + places)
+        query_places = first_query + places[:, None]
+        distance = query_places - (first_key + places)
         # Padding after the last key is hidden by its place.
-        visible = (distance >= 0) & (at < seq)
+        visible = (distance >= 0) & (query_places < seq)
         if window is not None:
             visible &= distance <= window
         if ids is not None:

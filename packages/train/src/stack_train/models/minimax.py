@@ -2,7 +2,7 @@
 
 A weighted residual sum adds the output of a sublayer to its normalized input. Outputs match transformers'
 `MiniMaxForCausalLM`, with one departure: transformers 5.23 ignores `rotary_dim` and `partial_rotary_factor`. Here both
-act, as in the code published with the model.
+act, as in vLLM and SGLang.
 
 Source: MiniMax, MiniMax-01: Scaling Foundation Models with Lightning Attention, 2025 (arXiv:2501.08313).
 """

@@ -30,7 +30,6 @@ from stack_train.models import (
     llama,
     llama4,
     minimax,
-    nemotron_h,
     qwen2,
     qwen3_next,
 )
@@ -62,7 +61,26 @@ ULYSSES = dataclasses.replace(WINDOWED, context_keys="ulysses")
 SINKS = gpt_oss.GptOssConfig(
     **SIZES, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=16, experts=4, active_experts=2, window=5
 )
+# Recurrent states, with and without a convolution, whose transitions are matrices or factors; and a layer that predicts
+# later tokens.
+SPARSE = {"heads": 4, "kv_heads": 2, "experts": 4, "active_experts": 2, "layers": 2}
+DELTA = qwen3_next.Qwen3NextConfig(
+    **SIZES,
+    **SPARSE,
+    period=2,
+    head_dim=8,
+    key_heads=2,
+    value_heads=4,
+    key_dim=8,
+    value_dim=12,
+    expert_mlp=8,
+    mtp_layers=1,
+)
+MAMBA = bamba.BambaConfig(**SIZES, layers=2, heads=4, kv_heads=2, mlp=32, attention_layers=(1,))
+LIGHTNING = minimax.MiniMaxConfig(**SIZES, **SPARSE, mlp=8)
+AHEAD = dataclasses.replace(LATENT, mtp_layers=2)
 FEW = (
+    (qwen3_next.FAMILY, DELTA, {"context": 4}),
     (gemma3.FAMILY, WINDOWED, {"context": 2, "tensor": 2}),
     (gemma3.FAMILY, ULYSSES, {"context": 4}),  # two key heads for four devices
 )
@@ -83,11 +101,17 @@ ALL = (
     (deepseek_v3.FAMILY, dataclasses.replace(LATENT, context_keys="ulysses"), {"context": 2, "expert": 2}),
     (llama.FAMILY, dataclasses.replace(GROUPED, context_keys="ulysses"), {"context": 2, "fsdp": 2, "tensor": 2}),
     (llama4.FAMILY, dataclasses.replace(CHUNKED, context_keys="ulysses"), {"context": 2}),
+    (qwen3_next.FAMILY, DELTA, {"context": 2, "tensor": 2, "data": 2}),
+    (bamba.FAMILY, MAMBA, {"context": 4, "tensor": 2}),
+    (bamba.FAMILY, MAMBA, {"context": 2, "fsdp": 2}),
+    (minimax.FAMILY, LIGHTNING, {"context": 2}),
+    (deepseek_v3.FAMILY, AHEAD, {"context": 2, "expert": 2}),
     (gpt_oss.FAMILY, SINKS, {"context": 4}),
     (gpt_oss.FAMILY, dataclasses.replace(SINKS, context_keys="ulysses"), {"context": 2}),
 )
 ROWS, SEQ = 4, 32
 MOST_WORK = 1.25  # of a device's even share of the FLOPs: of a conditional both branches are counted
+RECURRENT_WORK = 1.75  # recurrences run twice
 
 
 def make_program(family, config, sizes):
@@ -133,7 +157,7 @@ def shared_sequences_train_as_whole_ones_do(chosen):
         for one, several in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
             np.testing.assert_allclose(several, one, rtol=0, atol=1e-5 * np.abs(one).max(), err_msg=where)
         share = flops(compiled) / (flops(of_one) / math.prod(sizes.values()))
-        assert share <= MOST_WORK, (where, share)
+        assert share <= (RECURRENT_WORK if model in (DELTA, MAMBA, LIGHTNING) else MOST_WORK), (where, share)
     return whole
 
 
@@ -166,14 +190,6 @@ def zigzag_order_is_undone_where_it_is():
 def layers_that_need_the_sequence_in_order_are_refused_by_name():
     small = {**SIZES, "layers": 1, "heads": 2, "mlp": 8}
     chosen = (
-        (bamba.FAMILY, bamba.BambaConfig(**small), "Mamba-2"),
-        (minimax.FAMILY, minimax.MiniMaxConfig(**small, experts=2), "Lightning attention"),
-        (nemotron_h.FAMILY, nemotron_h.NemotronHConfig(**{**small, "layers": 2}, pattern="-M"), "Mamba-2"),
-        (
-            qwen3_next.FAMILY,
-            qwen3_next.Qwen3NextConfig(**small, experts=2, expert_mlp=8),
-            "A gated delta rule",
-        ),
         (deepseek_v32.FAMILY, dataclasses.replace(INDEXED, index_count=31), "An indexer"),
         (qwen2.FAMILY, qwen2.Qwen2Config(**small, dual_chunk=DualChunk(chunk=8, local=2)), "Dual chunk attention"),
         (deepseek_v4.FAMILY, COMPRESSED, "Attention to compressed tokens"),
@@ -185,6 +201,12 @@ def layers_that_need_the_sequence_in_order_are_refused_by_name():
             jax.eval_shape(program.on_mesh(program.step.gradients), program.abstract_state, packed_batch())
 
 
+def blocks_shorter_than_a_convolution_are_refused():
+    program = make_program(bamba.FAMILY, dataclasses.replace(MAMBA, mamba_kernel=6), {"context": 4})
+    with pytest.raises(ShardingError, match=r"in blocks of 4 tokens, and a convolution reads 5 tokens"):
+        jax.eval_shape(program.on_mesh(program.step.gradients), program.abstract_state, packed_batch())
+
+
 if __name__ == "__main__":
     attention_tiles._TILE_BYTES = 1
     attention_tiles._FEWEST_ROWS = attention_tiles._FEWEST_KEYS = 8
@@ -192,4 +214,5 @@ if __name__ == "__main__":
     linear_cross_entropy._MOST_CHUNKS = 2
     zigzag_order_is_undone_where_it_is()
     layers_that_need_the_sequence_in_order_are_refused_by_name()
+    blocks_shorter_than_a_convolution_are_refused()
     gathered_keys_give_the_same_loss(shared_sequences_train_as_whole_ones_do(ALL if "all" in sys.argv else FEW))

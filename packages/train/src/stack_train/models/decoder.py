@@ -108,11 +108,14 @@ class Decoder(nnx.Module):
         if cache is not None:
             return self._outputs(run, tokens, Rows(positions, None, *of_images), cache, images, experts)
         segment_ids = None if segment_ids is None else to_zigzag(segment_ids)
+        later = self._later_tokens(tokens)
         tokens, positions = to_zigzag(tokens), to_zigzag(positions)
         experts = None if experts is None else to_zigzag(experts)
         with shared_rows(), check_names(self.config.remat):
-            outputs = self._outputs(run, tokens, Rows(positions, segment_ids, *of_images), None, images, experts)
-        return replace(outputs, hidden=from_zigzag(outputs.hidden))
+            rows = Rows(positions, segment_ids, *of_images)
+            outputs = self._outputs(run, tokens, rows, None, images, experts, later)
+        hidden, *further = map(from_zigzag, (outputs.hidden, *outputs.further))
+        return replace(outputs, hidden=hidden, further=tuple(further))
 
     def _outputs(
         self,
@@ -122,6 +125,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None,
         images: ImageTokens | None,
         experts: jax.Array | None,
+        later_tokens: Sequence[jax.Array] = (),
     ) -> Outputs:
         config = self.config
         layer_caches: list[list[Any]] = []
@@ -161,9 +165,7 @@ class Decoder(nnx.Module):
         hidden = gather_sequence(normed)
         further: tuple[jax.Array, ...] = ()
         if cache is None and self.further is not None:
-            # The roll below would cross the borders of the parts.
-            check_unsplit_sequence("A layer that predicts later tokens")
-            further, layer_facts = self._mtp_states(self.further, hidden, tokens, rows)
+            further, layer_facts = self._mtp_states(self.further, hidden, later_tokens, rows)
             facts.append([layer_facts])
         cache = None if cache is None else cache.advance(layer_caches, tokens.shape[1])
         return Outputs(hidden, cache, further, _merge_statistics(facts))
@@ -324,16 +326,20 @@ class Decoder(nnx.Module):
         # transformers rounds Gemma's scale to the dtype of the activations, too.
         return x if self.embedding_scale == 1.0 else x * jnp.asarray(self.embedding_scale, x.dtype)
 
+    def _later_tokens(self, tokens: jax.Array) -> list[jax.Array]:
+        """Returns the input tokens of each multi-token prediction layer, in the order of `to_zigzag`."""
+        depth = 0 if self.further is None else self.further.project.kernel.shape[0]
+        # The first tokens roll to the end of a row, where the objective ignores the targets.
+        return [to_zigzag(jnp.roll(tokens, -shift, axis=1)) for shift in range(1, depth + 1)]
+
     def _mtp_states(
-        self, layers: MultiTokenLayer, hidden: jax.Array, tokens: jax.Array, rows: Rows
+        self, layers: MultiTokenLayer, hidden: jax.Array, later_tokens: Sequence[jax.Array], rows: Rows
     ) -> tuple[tuple[jax.Array, ...], Facts]:
         """Returns the hidden states of the multi-token prediction layers, nearest token first, and the layers' facts.
 
         The last states of a row are meaningless because the row does not contain their targets.
         """
-        depth = layers.project.kernel.shape[0]
-        # The first tokens roll to the end of a row, where the objective ignores the targets.
-        embedded = jnp.stack([self._embedded(jnp.roll(tokens, -shift, axis=1)) for shift in range(1, depth + 1)])
+        embedded = jnp.stack([self._embedded(tokens) for tokens in later_tokens])
 
         def run(layer: MultiTokenLayer, hidden: Any, rows: Rows, embedded: Any) -> tuple[Any, Any]:
             hidden, _, facts = layer(hidden, rows, embedded)
@@ -341,7 +347,7 @@ class Decoder(nnx.Module):
 
         options: Any = {"remat": self.config.remat, "unroll": self.config.unroll, "moves": True}
         _, ((normed, facts),) = scan_layers(run, [layers], hidden, [embedded], per_row=rows, **options)
-        return tuple(normed[place] for place in range(depth)), facts
+        return tuple(normed[place] for place in range(len(later_tokens))), facts
 
     def _matrix(self, shape: tuple[int, int], axes: tuple[str, str], key: jax.Array) -> Parameter:
         values = self.config.initializer_std * jax.random.normal(key, shape, self.config.param_dtype)

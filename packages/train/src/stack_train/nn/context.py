@@ -27,8 +27,10 @@ __all__ = [
     "attend",
     "check_unsplit_sequence",
     "from_zigzag",
+    "shared_axis",
     "shared_rows",
     "shared_sequence_tokens",
+    "sharing_devices",
     "to_zigzag",
 ]
 
@@ -288,6 +290,16 @@ def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq
 def shared_sequence_tokens(tokens: int) -> int:
     """Returns the length of a sequence whose share on one device is `tokens` tokens; see `to_zigzag`."""
     return tokens * parts_of(_SHARED)
+
+
+def sharing_devices() -> int:
+    """Returns the number of devices that share a sequence inside `shared_rows`, 1 outside."""
+    return parts_of(_SHARED)
+
+
+def shared_axis() -> str | tuple[str, ...]:
+    """Returns the mesh axis, or axes, of the devices that share a sequence inside `shared_rows`."""
+    return _axis(_SHARED)
 
 
 def check_unsplit_sequence(label: str) -> None:

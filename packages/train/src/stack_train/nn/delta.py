@@ -68,8 +68,6 @@ class DeltaAttention:
 class GatedDelta(RecurrentMixer):
     """Module of a `DeltaAttention`."""
 
-    label = "A gated delta rule"
-
     def __init__(self, spec: DeltaAttention, build: Build) -> None:
         embed, values = build.embed, spec.value_heads * spec.value_dim
         # This norm's scales start at 1 in Qwen3-Next, although its other norms have an offset.
@@ -91,7 +89,7 @@ class GatedDelta(RecurrentMixer):
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         mixed, gate, beta, decay = self._projected(x)
-        output, layer_cache = self._run(x, rows, cache, layer_cache, mixed, beta, decay)
+        output, layer_cache = self._run(rows, cache, layer_cache, mixed, beta, decay)
         output = self.norm_spec(output, self.norm, _HEADS) * jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype)
         return self.out(output.reshape(*x.shape[:2], -1)), layer_cache
 
@@ -117,20 +115,35 @@ class GatedDelta(RecurrentMixer):
         beta, decay = jnp.split(self.beta_decay(x).reshape(*shape, spec.key_heads, -1), 2, axis=-1)
         return mixed, gate, beta.reshape(*shape, -1), decay.reshape(*shape, -1)
 
+    def _carry(
+        self, convolved: jax.Array, empty: jax.Array, factor: jax.Array, decay: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        query, key, value = self._heads(convolved)
+        # Columns of the state do not mix, so the columns of an identity without values become the transition.
+        identity = jnp.broadcast_to(jnp.eye(self.spec.key_dim), (*empty.shape[:3], self.spec.key_dim))
+        values = jnp.concatenate([value, jnp.zeros_like(key)], axis=-1)
+        operands: Any = {"decay": decay, "beta": factor, "initial_state": jnp.concatenate([empty, identity], axis=-1)}
+        _, state = ops.linear_attention(query, key, values, **operands, axes=_AXES)
+        found, transition = jnp.split(state, [self.spec.value_dim], axis=-1)
+        return found, transition
+
     def _recur(
         self, convolved: jax.Array, state: jax.Array, factor: jax.Array, decay: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
+        operands: Any = {"decay": decay, "beta": factor, "initial_state": state}
+        output: jax.Array
+        output, state = ops.linear_attention(*self._heads(convolved), **operands, axes=_AXES)
+        return output, state
+
+    def _heads(self, convolved: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries and keys, [batch, seq, value_heads, key_dim], and values."""
         spec, (batch, seq, _) = self.spec, convolved.shape
         keys = spec.key_heads * spec.key_dim
         query, key, value = jnp.split(jax.nn.silu(convolved), [keys, 2 * keys], axis=-1)
         query, key = (_unit(part.reshape(batch, seq, spec.key_heads, -1)) for part in (query, key))
         query = query / jnp.asarray(math.sqrt(spec.key_dim), query.dtype)
         query, key = (jnp.repeat(part, spec.value_heads // spec.key_heads, axis=2) for part in (query, key))
-        value = value.reshape(batch, seq, spec.value_heads, -1)
-        operands: Any = {"decay": decay, "beta": factor, "initial_state": state}
-        output: jax.Array
-        output, state = ops.linear_attention(query, key, value, **operands, axes=_AXES)
-        return output, state
+        return query, key, value.reshape(batch, seq, spec.value_heads, -1)
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Float
 from stack_core import ops
 from stack_core.abi.caches import KVCache, Recurrent
 from stack_train.nn.build import Build
-from stack_train.nn.context import check_unsplit_sequence
+from stack_train.nn.context import sharing_devices
 from stack_train.nn.residual import Hidden, Norm, Rows
+from stack_train.nn.shared_recurrence import from_blocks, states_before, to_blocks, tokens_before
 from stack_train.nn.short_convolution import segment_starts
 
 __all__ = ["LightningAttention", "LightningMixer", "recur"]
@@ -92,10 +93,27 @@ class LightningMixer(nnx.Module):
             output: Any
             output, layer_cache = cache.recur(layer_cache, transition, query, key, value)
         else:
-            check_unsplit_sequence("Lightning attention")
-            output, _ = recur(query, key, value, rates, first=segment_starts(rows.segment_ids))
+            output = _over_rows(query, key, value, rates, rows.segment_ids)
         normed = self.norm_spec(output.reshape(*shape, -1), self.norm, _HEADS[:3])
         return self.out(normed * jax.nn.sigmoid(self.gate(x))), layer_cache
+
+
+def _over_rows(
+    query: jax.Array, key: jax.Array, value: jax.Array, rates: jax.Array, segment_ids: jax.Array | None
+) -> jax.Array:
+    """Returns the outputs of `recur` over complete rows, whose blocks several devices may share."""
+    if sharing_devices() == 1:
+        output, _ = recur(query, key, value, rates, first=segment_starts(segment_ids))
+        return output
+    query, key, value = map(to_blocks, (query, key, value))
+    transition, first = jnp.broadcast_to(jnp.exp(-rates * query.shape[1]), (query.shape[0], query.shape[2])), None
+    if segment_ids is not None:
+        segment_ids = to_blocks(segment_ids)
+        first = jnp.asarray(segment_starts(segment_ids, tokens_before(segment_ids, 1)))
+        transition = jnp.where(jnp.any(first, axis=1, keepdims=True), 0, transition)
+    _, state = recur(query, key, value, rates, first=first)
+    output, _ = recur(query, key, value, rates, states_before(state, transition), first=first)
+    return from_blocks(output)
 
 
 def recur(

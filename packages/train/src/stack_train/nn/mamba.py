@@ -73,8 +73,6 @@ class StateSpaceMixer(RecurrentMixer):
     Initial values are Mamba-2's: decay rates of 1 to `heads`, skips of 1, and steps of softplus(1).
     """
 
-    label = "Mamba-2"
-
     def __init__(self, spec: Mamba2, build: Build) -> None:
         self.spec, self.epsilon = spec, build.norm.epsilon
         width = spec.inner + spec.mixed + spec.heads
@@ -92,12 +90,18 @@ class StateSpaceMixer(RecurrentMixer):
         gate, mixed, step = jnp.split(self.project(x), [spec.inner, spec.inner + spec.mixed], axis=-1)
         step = jax.nn.softplus(step.astype(jnp.float32) + self.step[...].astype(jnp.float32))
         decay = -jnp.exp(self.log_rate[...].astype(jnp.float32)) * step
-        output, layer_cache = self._run(x, rows, cache, layer_cache, mixed, step, decay)
+        output, layer_cache = self._run(rows, cache, layer_cache, mixed, step, decay)
         gated = output.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         by_group = gated.reshape(*x.shape[:2], spec.groups, -1)
         normed: Any = ops.norm(by_group, epsilon=self.epsilon, axes={"x": _GROUPS})
         normed = normed.reshape(gate.shape).astype(x.dtype) * self.norm[...].astype(x.dtype)
         return self.out(normed), layer_cache
+
+    def _carry(
+        self, convolved: jax.Array, empty: jax.Array, factor: jax.Array, decay: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        _, state = self._recur(convolved, empty, factor, decay)
+        return state, jnp.exp(jnp.sum(decay, axis=1))
 
     def _recur(
         self, convolved: jax.Array, state: jax.Array, factor: jax.Array, decay: jax.Array

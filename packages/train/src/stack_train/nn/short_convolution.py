@@ -1,5 +1,7 @@
 """Short causal convolution before a recurrence, with the last inputs as its state."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -45,18 +47,35 @@ def next_tail(
     return jax.vmap(lambda row, end: jax.lax.dynamic_slice_in_dim(row, end, tokens))(inputs, ends)
 
 
-def mask_taps(segment_ids: Int[Array, "batch seq"] | None, size: int) -> Bool[Array, "batch seq size"] | None:
-    """Returns a mask of the last `size` tokens up to each token that share its segment."""
+def mask_taps(
+    segment_ids: Int[Array, "batch seq"] | None, size: int, before: Int[Array, "batch tail"] | None = None
+) -> Bool[Array, "batch seq size"] | None:
+    """Returns a mask of the last `size` tokens up to each token that share its segment.
+
+    Args:
+      segment_ids: segment of each token; None for rows of one segment.
+      size: number of tokens, the token itself included.
+      before: segments of the tokens before each row, at least size - 1; None if there are none.
+    """
     if segment_ids is None:
         return None
-    # -1 is the segment of no token, so taps before the beginning of a row are masked.
-    padded = jnp.pad(segment_ids, ((0, 0), (size - 1, 0)), constant_values=-1)
+    if before is None:  # -1 is the segment of no token
+        before = jnp.full((segment_ids.shape[0], size - 1), -1, segment_ids.dtype)
+    padded = jnp.concatenate([before[:, before.shape[1] - size + 1 :], segment_ids], axis=1)
     seq = segment_ids.shape[1]
     return jnp.stack([padded[:, tap : tap + seq] == segment_ids for tap in range(size)], axis=-1)
 
 
-def segment_starts(segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "batch seq"] | None:
-    """Returns a mask of the first tokens of segments, or None without segments."""
+def segment_starts(
+    segment_ids: Int[Array, "batch seq"] | None, before: Int[Array, "batch tail"] | None = None
+) -> Bool[Array, "batch seq"] | None:
+    """Returns a mask of the first tokens of segments, or None without segments.
+
+    Args:
+      segment_ids: segment of each token.
+      before: segments of the tokens before each row; None if there are none.
+    """
     if segment_ids is None:
         return None
-    return jnp.diff(segment_ids, axis=1, prepend=-1) != 0
+    prepended: Any = -1 if before is None else before[:, -1:]
+    return jnp.diff(segment_ids, axis=1, prepend=prepended) != 0

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from stack_core import ops
+from stack_core.abi.ops import OpImplementation
 from stack_core.chips import Chip
 from stack_core.programs.flops import Flops, count_flops, model_flops_per_step
 
@@ -273,6 +275,21 @@ def test_a_pallas_kernel_over_a_grid_that_only_its_run_knows_counts_what_it_esti
         assert flops.total == 0 and "Pallas kernel with a dynamic grid" in flops.uncounted[0]
     else:
         assert flops == Flops({"float32": estimate})
+
+
+@pytest.mark.parametrize("name", ["mpmd_map", "dot_product_attention_fwd_wrapper"])
+def test_the_model_flops_of_a_kernel_without_visible_products_are_those_of_the_reference(name):
+    primitive = jax.extend.core.Primitive(name)
+    primitive.def_abstract_eval(lambda x, weight: jax.core.ShapedArray((*x.shape[:-1], weight.shape[-1]), x.dtype))
+
+    def forward(x, weight, *, bias, preferred_dtype, requested):
+        return primitive.bind(x, weight), {}
+
+    kernel = OpImplementation(op="linear", name="hidden", forward=forward)
+    apply = functools.partial(ops.linear, implementation=kernel)
+    counted = count_flops(apply, zeros(M, K), zeros(K, N))
+    assert counted == Flops({}, (f"kernel {name}, whose products are not visible",))
+    assert model_flops_per_step(apply, zeros(M, K), zeros(K, N)) == Flops({"float32": 3 * PRODUCT})
 
 
 def test_a_linear_solver_counts_without_its_derivatives():

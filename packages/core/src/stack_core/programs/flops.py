@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi.chips import Chip
+from stack_core.ops.dispatch.choosing import references_only
 
 __all__ = ["Flops", "count_flops", "inner_jaxprs", "model_flops_per_step", "valid_pairs"]
 
@@ -25,8 +26,8 @@ class Flops:
 
     Attributes:
       by_dtype: FLOPs by dtype name, such as {"bfloat16": 1024}.
-      uncounted: descriptions of loops whose trip count is only known at run time, one line each. `count_flops` leaves
-        their FLOPs out; `executed_flops` counts one trip.
+      uncounted: descriptions of kernels whose products are not visible, and of loops whose trip count is only known at
+        run time, one line each. `count_flops` leaves their FLOPs out; `executed_flops` counts one trip of a loop.
     """
 
     by_dtype: Mapping[str, int] = field(default_factory=dict)
@@ -65,7 +66,7 @@ def count_flops(function: Callable[..., Any], *args: Any) -> Flops:
     grid cell. Recomputation by `jax.checkpoint` in a backward pass counts again. A foreign function counts its
     attribute `flops`, under the dtype in its attribute `flops_dtype`. A Pallas kernel with a dynamic grid counts its
     `cost_estimate` if its products have a single dtype. The trip count of a `while` loop is not guessed: the loop is
-    listed in `Flops.uncounted`, unless it does no FLOPs.
+    listed in `Flops.uncounted`, unless it does no FLOPs. So are the kernels of cuDNN, Triton and Mosaic GPU.
 
     Args:
       args: arrays, or pytrees of anything with a shape and a dtype.
@@ -78,12 +79,17 @@ def model_flops_per_step(loss: Callable[..., Any], *args: Any) -> Flops:
 
     They are three times the FLOPs of the forward pass `loss(*args)`, because each product has one derivative of equal
     cost per operand. Rematerialization is left out. Attention counts every pair of positions that the forward pass
-    computes, masked or not (PaLM, https://arxiv.org/abs/2204.02311, appendix B).
+    computes, masked or not (PaLM, https://arxiv.org/abs/2204.02311, appendix B). If kernels are not counted, the FLOPs
+    are those of the references of the ops.
 
     Args:
       args: arguments of `loss` for one full batch, as for `count_flops`.
     """
-    return count_flops(loss, *args) * 3
+    found = count_flops(loss, *args)
+    if any(line.startswith("kernel") for line in found.uncounted):
+        with references_only():
+            found = count_flops(loss, *args)
+    return found * 3
 
 
 def _jaxpr_flops(jaxpr: Any) -> Flops:
@@ -92,9 +98,12 @@ def _jaxpr_flops(jaxpr: Any) -> Flops:
 
 
 def _equation_flops(equation: Any) -> Flops:
-    count = _COUNTS.get(equation.primitive.name)
+    name = equation.primitive.name
+    count = _COUNTS.get(name)
     if count is not None:
         return count(equation)
+    if name.startswith(_KERNELS):
+        return Flops({}, (f"kernel {name}, whose products are not visible",))
     return sum((_jaxpr_flops(inner) for inner in inner_jaxprs(equation.params.values())), Flops())
 
 
@@ -219,6 +228,9 @@ def _linear_solve(equation: Any) -> Flops:
     """Counts only the solver; the other jaxprs define derivatives."""
     return _jaxpr_flops(equation.params["jaxprs"].solve)
 
+
+# Prefixes of primitives that launch a kernel: of Pallas for Mosaic GPU, of jax-triton, and of cuDNN in `jax.nn`.
+_KERNELS = ("mpmd_map", "triton_kernel_call", "dot_product_attention")
 
 _COUNTS: Mapping[str, Callable[[Any], Flops]] = {
     "dot_general": _dot_general,

@@ -44,6 +44,7 @@ __all__ = [
     "is_installed",
     "plan",
     "preferred",
+    "references_only",
     "supporting",
 ]
 
@@ -55,8 +56,17 @@ def for_export() -> contextlib.AbstractContextManager[None]:
     return exporting(True)
 
 
+_counting: Final[JitContext[bool]] = JitContext()
+
+
+def references_only() -> contextlib.AbstractContextManager[None]:
+    """Lets the references of the ops compute all calls traced in this context, whose FLOPs can be counted."""
+    return _counting(True)
+
+
 _NO_BACKWARD = "has no backward pass of its own"
 _EMPTY = "the call is empty: core answers it"
+_COUNTED = "only references are allowed here"
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,9 @@ def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> 
     """
     found, candidates, named = *_sides(request, operands), _named(request.op.name, request.implementation)
     if _is_empty(operands):
-        return _noted(request, _of_reference(request, candidates), found)
+        return _noted(request, _of_reference(request, candidates, _EMPTY), found)
+    if _counting.value:
+        return _of_reference(request, candidates, _COUNTED)
     candidates = candidates | {candidate.name: candidate for candidate in named}
     forward = _choose(found, candidates, named)
     # The op defines the named residuals, so the backward pass of any implementation can read them. Only the
@@ -163,9 +175,9 @@ def _is_empty(operands: Sequence[Any]) -> bool:
     return any(not is_symbolic(size) and size == 0 for x in operands for size in x.shape)
 
 
-def _of_reference(request: Request, candidates: Mapping[str, OpImplementation]) -> Plan:
+def _of_reference(request: Request, candidates: Mapping[str, OpImplementation], reason: str) -> Plan:
     reference = candidates.get("reference") or request.op.implementation()
-    choice = Choice(reference, _EMPTY)
+    choice = Choice(reference, reason)
     return Plan(choice, choice, tuple(name for name in reference.residuals if name != OWN))
 
 

@@ -1,8 +1,9 @@
-"""Writes the data of examples/shapes.yaml: pictures of colored shapes with questions about them, and a tokenizer.
+"""Writes the data of examples/shapes.yaml and examples/captions.yaml: pictures of colored shapes, and a tokenizer.
 
     python examples/shapes.py [DIRECTORY] [PICTURES]
 
-Each picture has one shape at a random place, of a random size, on a dark background. One picture in eight is held out:
+Each picture has one shape at a random place, of a random size, on a dark background, and a caption, such as "a red
+circle" in `pictures/7.txt`. `train.jsonl` has questions about the pictures. One picture in eight is held out:
 `held_out.jsonl` has them with the same questions.
 """
 
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 from PIL import Image, ImageDraw
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 COLORS = {"red": (220, 50, 50), "green": (60, 190, 70), "blue": (60, 80, 220), "yellow": (230, 210, 60)}
 SHAPES = ("square", "circle", "triangle")
@@ -38,6 +39,7 @@ def main() -> None:
         color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
         path = f"pictures/{number}.png"
         draw(shape, COLORS[color], rng).save(directory / path)
+        (directory / path).with_suffix(".txt").write_text(f"a {color} {shape}\n")
         order = rng.sample([(QUESTIONS[0], color), (QUESTIONS[1], shape)], 2)
         records.append({"messages": conversation(path, order)})
     write(directory / "held_out.jsonl", records[::8])
@@ -79,10 +81,12 @@ def write(path: Path, records: list[dict[str, object]]) -> None:
 def write_tokenizer(directory: Path) -> None:
     """Writes a tokenizer whose tokens are words; ids 2, 3 and 4 are the tokens of images."""
     words = sorted({word for question in QUESTIONS for word in question.split()})
-    vocabulary = {word: place for place, word in enumerate([*SPECIAL, *words, *COLORS, *SHAPES])}
+    vocabulary = {word: place for place, word in enumerate([*SPECIAL, *words, *COLORS, *SHAPES, "a"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(list(SPECIAL))
+    # Text towers read the end of a caption; chats have their own end tokens.
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 1)])
     directory.mkdir(exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"eos_token": "<end>", "pad_token": "<pad>", "chat_template": TEMPLATE}

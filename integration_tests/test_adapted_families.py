@@ -19,20 +19,27 @@ from stack_quant.lora.rules import AdapterRule
 from stack_quant.nnx_model import ModuleProgram, call_on_batches, plain_module
 from stack_quant.recipes import load_recipe
 from stack_quant.section import QuantConfig, Quantization
+from stack_train.contrastive.dual_encoder import DualEncoder
+from stack_train.contrastive.siglip import SiglipTextConfig
+from stack_train.diffusion.clip import ClipTextSize
 from stack_train.models.encoder import Encoder
 from stack_train.models.encoder_decoder import EncoderDecoder
 from stack_train.run.model import abstract_model
+from stack_train.vision.clip import ClipVisionConfig
+from stack_train.vision.siglip import SiglipConfig
 
 TABLE = Path(__file__).parents[1] / "docs" / "adapters.md"
 HEAD = """\
 # Adapters and nf4, by family
 
 The parameters of each family that support low-rank adapters (`lora:` with path `blocks`; `.*_blocks` for `flux`,
-`.*blocks?` for `sd3`, `.*attentions.*` for `unet`, all paths for `autoencoder_kl`), and the subset that the recipe
-`nf4` leaves unquantized. In matrix products, adapters are applied as two low-rank products. In convolutions (marked *),
-the adapter is added to the kernel first. Parameters without a product, such as norms and biases, support neither.
+`.*blocks?` for `sd3`, `.*attentions.*` for `unet`, `.*/blocks` for `clip` and `siglip`, all paths for
+`autoencoder_kl`), and the subset that the recipe `nf4` leaves unquantized. In matrix products, adapters are applied
+as two low-rank products. In convolutions (marked *), the adapter is added to the kernel first. Parameters without a
+product, such as norms and biases, support neither.
 """
 PATHS = {"flux": ".*_blocks", "sd3": ".*blocks?", "unet": ".*attentions.*", "autoencoder_kl": ".*"}
+PATHS |= dict.fromkeys(("clip", "siglip"), ".*/blocks")
 SMALL = {"vocab_size": 64, "embed": 64, "heads": 4, "mlp": 64, "max_positions": 32}
 FEW = ("llama", "deepseek_v3", "qwen3_next")  # every kind of layer with products but convolutions
 SLOW = pytest.mark.slow
@@ -99,6 +106,13 @@ NARROW = {
         "shared_mlp": 64,
     },
     "llama4": {"experts": 4, "active_experts": 2, "expert_mlp": 64},
+    **{
+        name: {
+            "vision": vision(embed=64, heads=4, mlp=64, layers=2, image_size=8, patch=4),
+            "text": text(vocab_size=64, embed=64, heads=4, mlp=64, layers=2, max_positions=8),
+        }
+        for name, vision, text in (("clip", ClipVisionConfig, ClipTextSize), ("siglip", SiglipConfig, SiglipTextConfig))
+    },
 }
 
 
@@ -121,6 +135,10 @@ def batch_of(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
         return {key: jax.ShapeDtypeStruct((2, 8), jnp.int32) for key in names}
     assert isinstance(model, RunsOnBatches)
     config, float32 = model.config, jnp.float32
+    if isinstance(model, DualEncoder):
+        side = config.vision.image_size
+        pixels = jax.ShapeDtypeStruct((2, side, side, config.vision.channels), jnp.uint8)
+        return {"pixels": pixels, "tokens": jax.ShapeDtypeStruct((2, config.text.max_positions), jnp.int32)}
     images = jax.ShapeDtypeStruct((2, config.image_size, config.image_size, config.channels), float32)
     batch = {"images": images, "weights": jax.ShapeDtypeStruct((2,), float32)}
     if config.classes:

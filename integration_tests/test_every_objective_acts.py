@@ -28,6 +28,9 @@ MIXTURE |= {"query_rank": 10, "kv_rank": 7, "nope_dim": 6, "rope_dim": 4, "value
 MIXTURE |= {"experts": 4, "active_experts": 2, "expert_mlp": 16, "expert_groups": 2, "kept_groups": 1}
 DENOISER = {"name": "dit", "image_size": 8, "channels": 1, "classes": 10, "patch": 2, "layers": 1, "heads": 2}
 AUTOENCODER = {"name": "autoencoder_kl", "channels": 1, "widths": (8, 8), "groups": 2}
+TOWER = {"embed": 8, "heads": 2, "mlp": 8, "layers": 1}
+TOWERS = {"name": "siglip", "vision": {**TOWER, "image_size": 8, "patch": 4}}
+TOWERS |= {"text": {**TOWER, "vocab_size": 8, "max_positions": 4}}
 
 SIZES = {"batch_size": 2, "seq_tokens": 8}
 TEXT = {"name": "text", "source": "text:none", "vocab_size": 61, **SIZES}
@@ -35,6 +38,7 @@ PAIRS = {"name": "preferences", "source": "none", **SIZES}
 JUDGED = {"name": "judged", "source": "none", **SIZES}
 ROLLOUTS = {"name": "rollouts", "environment": {"name": "cell"}, "groups": 2, "group_size": 2, "seq_tokens": 16}
 DIGITS = {"name": "digits", "batch_size": 2}
+IMAGE_TEXTS = {"name": "image_texts", "source": "none", "batch_size": 2}
 RUNS = {
     "causal_lm": (MIXTURE, TEXT),
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "reward_model"), (DECODER, PAIRS)),
@@ -43,6 +47,7 @@ RUNS = {
     "cispo": (DECODER, {**ROLLOUTS, "groups": 8}),
     **dict.fromkeys(("epsilon", "v", "flow_matching"), (DENOISER, DIGITS)),
     "reconstruction": (AUTOENCODER, DIGITS),
+    **dict.fromkeys(("softmax_contrastive", "sigmoid_contrastive"), (TOWERS, IMAGE_TEXTS)),
 }
 """The model and the data of objectives; of the others, the decoder and rollouts."""
 

@@ -33,8 +33,9 @@ NAMES = {
         PromptsConfig RLOOConfig Reward RewardModelConfig RolloutData Score SimPOConfig StepResult Tasks ToolsConfig
         train""",
     "stack_serve": "Completion LLM Output Piece SamplingParams",
-    "stack_train": """CausalLMConfig CheckpointStore LoadedModel Program Run RunConfig RunSettings RunSummary
-        SamplingConfig Step TextGenerator Trainer build convert load make_step start train""",
+    "stack_train": """CausalLMConfig CheckpointStore ImageTextModel LoadedModel Program Run RunConfig RunSettings
+        RunSummary SamplingConfig Step TextGenerator Trainer build convert load load_image_text make_step start
+        train""",
 }
 PACKAGES = tuple(NAMES)
 

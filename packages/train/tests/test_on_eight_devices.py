@@ -15,6 +15,7 @@ SCRIPTS = (
     "nn/experts",
     "nn/indexer",
     "models/encoder_decoder",
+    "contrastive/contrastive",
     "nn/context",
     "nn/opaque",
 )

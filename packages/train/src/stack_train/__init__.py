@@ -18,6 +18,8 @@ from stack_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from stack_train.checkpoint import CheckpointStore as CheckpointStore
+    from stack_train.contrastive.loading import ImageTextModel as ImageTextModel
+    from stack_train.contrastive.loading import load_image_text as load_image_text
     from stack_train.conversion import convert as convert
     from stack_train.generation.generate import TextGenerator as TextGenerator
     from stack_train.generation.sampling import SamplingConfig as SamplingConfig
@@ -42,6 +44,7 @@ else:
         __name__,
         {
             "stack_train.checkpoint": ["CheckpointStore"],
+            "stack_train.contrastive.loading": ["ImageTextModel", "load_image_text"],
             "stack_train.conversion": ["convert"],
             "stack_train.generation.generate": ["TextGenerator"],
             "stack_train.generation.sampling": ["SamplingConfig"],

@@ -18,7 +18,7 @@ from stack_core.abi.models import LanguageModel, Outputs
 from stack_core.abi.objectives import Objective
 from stack_core.ops import Head
 
-__all__ = ["CausalLMConfig", "as_objective", "check_inputs"]
+__all__ = ["CausalLMConfig", "as_objective", "check_accumulation", "check_inputs", "compares_rows"]
 
 _OTHER_INPUTS = ("pixels", "grids", "source_tokens", "source_segment_ids")
 
@@ -166,6 +166,21 @@ def as_objective(objective: Any) -> Objective:
         f"The objective is {objective!r}; expected a subclass of stack_core.abi.objectives.Objective, or a function "
         "loss(model, batch)."
     )
+
+
+def compares_rows(objective: Objective) -> bool:
+    """Checks whether the loss of a row depends on the other rows of its batch, as in contrastive learning."""
+    return getattr(objective, "compares_rows", False)
+
+
+def check_accumulation(objective: Objective, accumulation_steps: int) -> None:
+    """Raises a ConfigError if an objective that compares rows would see only parts of a batch."""
+    if accumulation_steps > 1 and compares_rows(objective):
+        raise ConfigError(
+            f"run.accumulation_steps is {accumulation_steps}, and the objective compares each row with all others of "
+            "its batch, which microbatches would separate. Set run.accumulation_steps to 1; model.remat=full takes "
+            "less memory, too."
+        )
 
 
 def check_inputs(objective: Objective, batch: Shapes) -> None:

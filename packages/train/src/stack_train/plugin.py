@@ -73,6 +73,8 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("sd3", "stack_train.diffusion.sd3:FAMILY")
     registry.add("unet", "stack_train.diffusion.unet:FAMILY")
     registry.add("autoencoder_kl", "stack_train.diffusion.autoencoder_kl:FAMILY")
+    registry.add("siglip", "stack_train.contrastive.siglip:FAMILY")
+    registry.add("clip", "stack_train.contrastive.clip:FAMILY")
 
 
 @hookimpl
@@ -101,6 +103,7 @@ def stack_register_data(registry: Registrar) -> None:
     registry.add("images", "stack_train.data.kinds.images:ImagesData")
     registry.add("digits", "stack_train.data.kinds.digits:DigitsData")
     registry.add("captioned", "stack_train.data.kinds.captioned:CaptionedData")
+    registry.add("image_texts", "stack_train.data.kinds.image_texts:ImageTextsData")
 
 
 @hookimpl
@@ -110,6 +113,8 @@ def stack_register_objectives(registry: Registrar) -> None:
     registry.add("flow_matching", "stack_train.diffusion.objectives:FlowMatchingConfig")
     registry.add("v", "stack_train.diffusion.objectives:VConfig")
     registry.add("reconstruction", "stack_train.diffusion.reconstruction:ReconstructionConfig")
+    registry.add("softmax_contrastive", "stack_train.contrastive.objectives:SoftmaxContrastiveConfig")
+    registry.add("sigmoid_contrastive", "stack_train.contrastive.objectives:SigmoidContrastiveConfig")
 
 
 @hookimpl

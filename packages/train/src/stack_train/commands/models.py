@@ -11,6 +11,7 @@ from rich.table import Table
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
 from stack_core.commands.tables import print_table
+from stack_train.contrastive.family import DualEncoderFamily
 from stack_train.drafting.new_family import draft_family
 from stack_train.models.encoder_decoder_family import EncoderDecoderFamily
 from stack_train.models.encoder_family import EncoderFamily
@@ -38,7 +39,8 @@ def models(
     gradients with transformers. They check that conversion to Hugging Face and back is bitwise exact and that paged
     engines generate the same tokens as the model without a cache, and they compile a train step of a published size.
     Tests of encoders compare hidden states and gradients with transformers, and served embeddings with
-    sentence-transformers. Tests of encoder-decoders compare logits, greedy targets, gradients and conversion.
+    sentence-transformers. Tests of encoder-decoders compare logits, greedy targets, gradients and conversion, and
+    tests of image-text models features, losses, gradients and conversion.
 
     Args:
       action: new: draft a family.
@@ -66,13 +68,13 @@ def models(
 
 
 def _record(name: str, family: Any) -> dict[str, Any]:
-    is_text = isinstance(family, DecoderFamily | EncoderFamily | EncoderDecoderFamily)
+    is_listed = isinstance(family, DecoderFamily | EncoderFamily | EncoderDecoderFamily | DualEncoderFamily)
     return {
         "family": name,
-        "architecture": family.config_map.architecture if is_text else None,
+        "architecture": family.config_map.architecture if is_listed else None,
         "lines": _lines(family.config_class),
-        "sizes": list(family.sizes) if is_text else [],
-        "tested": list(family.tested) if is_text else [],
+        "sizes": list(family.sizes) if is_listed else [],
+        "tested": list(family.tested) if is_listed else [],
     }
 
 

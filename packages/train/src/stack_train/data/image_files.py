@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import UInt8
@@ -16,7 +16,7 @@ from stack_train.data.cache import cached, digest_of
 from stack_train.data.files import stat_digest
 from stack_train.diffusion.grid import pillow, turn_upright
 
-__all__ = ["IMAGE_CHANNELS", "FileImages", "OnUnreadable", "read_images"]
+__all__ = ["IMAGE_CHANNELS", "CropRule", "FileImages", "ImageScaling", "OnUnreadable", "read_images"]
 
 _FORMAT = 2
 _MODES = {1: "L", 3: "RGB"}
@@ -28,6 +28,36 @@ IMAGE_CHANNELS = tuple(_MODES)
 
 OnUnreadable = Literal["error", "skip"]
 """Policy for files that cannot be read as images: raise an error, or skip them with a warning that lists them."""
+
+CropRule = Literal["before", "after", "none"]
+"""Place of the crop: the centre square before scaling or after it, or none, which changes the proportions."""
+
+
+@dataclass(frozen=True)
+class ImageScaling:
+    """Scaling of images to squares of one size.
+
+    Attributes:
+      resample: filter of Pillow.
+      crop: see `CropRule`.
+    """
+
+    resample: Literal["lanczos", "bilinear", "bicubic"] = "lanczos"
+    crop: CropRule = "before"
+
+    def __call__(self, image: Any, size: int) -> Any:
+        """Scales an upright image of Pillow to `size` x `size` pixels."""
+        resample = pillow().Resampling[self.resample.upper()]
+        if self.crop == "none":
+            return image.resize((size, size), resample)
+        short = min(image.size)
+        if self.crop == "before":
+            left, top = ((length - short) // 2 for length in image.size)
+            return image.crop((left, top, left + short, top + short)).resize((size, size), resample)
+        # As in transformers: the longer side is rounded down.
+        image = image.resize(tuple(size * length // short for length in image.size), resample)
+        left, top = ((length - size) // 2 for length in image.size)
+        return image.crop((left, top, left + size, top + size))
 
 
 @dataclass(frozen=True)
@@ -46,9 +76,15 @@ class FileImages:
 
 
 def read_images(
-    files: Sequence[Path], *, size: int, channels: int, unreadable: OnUnreadable, source: str
+    files: Sequence[Path],
+    *,
+    size: int,
+    channels: int,
+    unreadable: OnUnreadable,
+    source: str,
+    scaling: ImageScaling = ImageScaling(),
 ) -> FileImages:
-    """Reads image files into one memory-mapped array: the centre square of each, scaled to `size` x `size` pixels.
+    """Reads image files into one memory-mapped array, scaled to `size` x `size` pixels.
 
     Their EXIF orientation is applied. The array is stored in the user's cache.
 
@@ -58,11 +94,12 @@ def read_images(
       channels: number of channels, from `IMAGE_CHANNELS`.
       unreadable: policy for files that cannot be read as images.
       source: name of the files in messages.
+      scaling: scaling of each image; by default, of its centre square.
 
     Raises:
       DataError: Pillow is not installed, a file cannot be read, or no file is an image.
     """
-    images = _read(files, size, _MODES[channels])
+    images = _read(files, size, _MODES[channels], scaling)
     if images.unreadable:
         _report(images.unreadable, len(images.names), unreadable)
     if not images.names:
@@ -70,8 +107,7 @@ def read_images(
     return images
 
 
-def _read(files: Sequence[Path], size: int, mode: str) -> FileImages:
-
+def _read(files: Sequence[Path], size: int, mode: str, scaling: ImageScaling) -> FileImages:
     def build(folder: Path) -> None:
         names: list[str] = []
         unreadable: list[str] = []
@@ -79,7 +115,7 @@ def _read(files: Sequence[Path], size: int, mode: str) -> FileImages:
         shape = (len(files), size, size, channels)
         # Room for all files; rows of unreadable ones remain unused at the end and are cut off when the array is opened.
         pixels = np.lib.format.open_memmap(folder / _PIXELS, mode="w+", dtype=np.uint8, shape=shape)
-        for path, image in _decoded(files, size, mode):
+        for path, image in _decoded(files, size, mode, scaling):
             if isinstance(image, str):
                 unreadable.append(f"{path}: {image}")
             else:
@@ -88,7 +124,9 @@ def _read(files: Sequence[Path], size: int, mode: str) -> FileImages:
         pixels.flush()
         (folder / _FACTS).write_text(json.dumps({"names": names, "unreadable": unreadable}), encoding="utf-8")
 
-    settings = digest_of(_FORMAT, size, mode)
+    # The default has the key of the folders that are cached already.
+    others = () if scaling == ImageScaling() else (scaling.resample, scaling.crop)
+    settings = digest_of(_FORMAT, size, mode, *others)
     digest = stat_digest(((str(path), path) for path in files), [settings])
     entry = cached(user_cache_dir() / "images" / digest, build)
     facts = json.loads((entry / _FACTS).read_text(encoding="utf-8"))
@@ -96,19 +134,16 @@ def _read(files: Sequence[Path], size: int, mode: str) -> FileImages:
     return FileImages(pixels[: len(facts["names"])], facts["names"], facts["unreadable"])
 
 
-def _decoded(files: Sequence[Path], size: int, mode: str) -> Iterator[tuple[Path, np.ndarray | str]]:
+def _decoded(
+    files: Sequence[Path], size: int, mode: str, scaling: ImageScaling
+) -> Iterator[tuple[Path, np.ndarray | str]]:
     """Yields each file with its pixels, or with the reason why it cannot be read."""
     image = pillow()
     for path in files:
         try:
             with image.open(path) as opened:
-                upright = turn_upright(opened)
-                side = min(upright.size)
-                left, top = ((length - side) // 2 for length in upright.size)
                 # Converted first, because colors of a palette cannot be averaged by index.
-                square = upright.convert(mode).crop((left, top, left + side, top + side))
-                small = square.resize((size, size), image.Resampling.LANCZOS)
-                yield path, np.asarray(small)
+                yield path, np.asarray(scaling(turn_upright(opened).convert(mode), size))
         except (
             OSError,
             ValueError,

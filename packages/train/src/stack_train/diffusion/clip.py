@@ -10,42 +10,47 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core import ops
 from stack_core.abi.config import config
-from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.components import Component
-from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads
+from stack_train.diffusion.layers import Tokens
 from stack_train.models.reader import Setting
-from stack_train.nn.build import Build
-from stack_train.nn.layer_norm import LayerNorm
-from stack_train.nn.linear import FloatName, Linear, lookup
-from stack_train.nn.residual import Norm
-from stack_train.nn.stack import scan_layers
+from stack_train.nn.linear import FloatName, Linear
+from stack_train.nn.stack import RematPolicy, scan_layers
+from stack_train.vision.text_tower import TextTower, TextTowerConfig
+from stack_train.vision.tower_block import TowerBlock, run_blocks
 
-__all__ = ["COMPONENT", "FAMILY", "PROJECTED", "ClipText", "ClipTextConfig", "Encoded"]
+__all__ = ["COMPONENT", "FAMILY", "PROJECTED", "ClipText", "ClipTextConfig", "ClipTextSize", "Encoded"]
 
 _OLD_END = 2  # written in the configs of early CLIP models, whose end of text is the largest id
 
 
 @config
-class ClipTextConfig:
-    """Size and numerics of a CLIP text encoder. The defaults match ViT-L/14.
+class ClipTextSize(TextTowerConfig):
+    """Size of a CLIP text encoder; inherits the fields of `TextTowerConfig`.
+
+    Attributes:
+      activation: activation of the feed-forward layers; "quick_gelu" is x sigmoid(1.702 x).
+      end: token whose first occurrence is pooled into the vector of the text; 2 pools at the largest token id.
+    """
+
+    activation: Literal["quick_gelu", "gelu"] = "quick_gelu"
+    end: NonNegativeInt = 49_407
+
+    @property
+    def pools_largest(self) -> bool:
+        """True if texts are pooled at their largest token id, as in early CLIP models."""
+        return self.end == _OLD_END
+
+
+@config
+class ClipTextConfig(ClipTextSize):
+    """Size and numerics of a CLIP text encoder; inherits the fields of `ClipTextSize`.
 
     Attributes:
       name: selects this family.
-      vocab_size: number of tokens.
-      embed: width of the residual stream.
-      mlp: hidden width of the feed-forward layers.
-      layers: number of blocks.
-      heads: number of attention heads, a divisor of `embed`.
-      max_positions: maximum number of tokens in a text, including the first and the last special token.
-      activation: activation of the feed-forward layers; "quick_gelu" is x sigmoid(1.702 x).
-      norm_epsilon: added to the variance in layer norms.
-      end: token whose first occurrence is pooled into the vector of the text; 2 pools at the largest token id.
       projection: width of the projected vector of the text.
       projects: adds the projection, as in `CLIPTextModelWithProjection`.
       initializer_std: standard deviation of the initial weights.
@@ -54,48 +59,11 @@ class ClipTextConfig:
     """
 
     name: Literal["clip_text"] = "clip_text"
-    vocab_size: PositiveInt = 49_408
-    embed: PositiveInt = 768
-    mlp: PositiveInt = 3072
-    layers: PositiveInt = 12
-    heads: PositiveInt = 12
-    max_positions: PositiveInt = 77
-    activation: Literal["quick_gelu", "gelu"] = "quick_gelu"
-    norm_epsilon: PositiveFloat = 1e-5
-    end: NonNegativeInt = 49_407
     projection: PositiveInt = 768
     projects: bool = False
     initializer_std: PositiveFloat = 0.02
     dtype: FloatName = "bfloat16"
     param_dtype: FloatName = "float32"
-
-    def __post_init__(self) -> None:
-        if self.embed % self.heads:
-            raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; change one of them.")
-
-
-class ClipBlock(nnx.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); called with the slice of one layer."""
-
-    def __init__(self, config: ClipTextConfig, build: Build) -> None:
-        embed, self.heads, self.activation = config.embed, config.heads, config.activation
-        self.query = build.linear((embed, embed), ("embed", "heads"), bias=True)
-        self.key = build.linear((embed, embed), ("embed", "heads"), bias=True)
-        self.value = build.linear((embed, embed), ("embed", "heads"), bias=True)
-        self.output = build.linear((embed, embed), ("heads", "embed"), bias=True)
-        self.up = build.linear((embed, config.mlp), ("embed", "mlp"), bias=True)
-        self.down = build.linear((config.mlp, embed), ("mlp", "embed"), bias=True)
-        self.attention_norm, self.mlp_norm = (LayerNorm.of_layers(build, TOKENS) for _ in range(2))
-
-    def __call__(self, x: Tokens) -> Tokens:
-        normed = self.attention_norm(x)
-        heads = (split_heads(linear(normed), self.heads, "heads") for linear in (self.query, self.key, self.value))
-        attended: Any = ops.attention(*heads, causal=True, axes=ATTENTION)
-        x = x + self.output(attended.reshape(x.shape))
-        wide = self.up(self.mlp_norm(x))
-        # False: this gelu is exact, without the approximation by tanh.
-        wide = wide * jax.nn.sigmoid(1.702 * wide) if self.activation == "quick_gelu" else jax.nn.gelu(wide, False)
-        return x + self.down(wide)
 
 
 class Encoded(NamedTuple):
@@ -112,40 +80,43 @@ class Encoded(NamedTuple):
     penultimate: Tokens
 
 
-class ClipText(nnx.Module):
-    """Token ids to hidden states and one vector of the text."""
+class ClipText(TextTower):
+    """Token ids to hidden states and one vector of the text.
 
-    def __init__(self, config: ClipTextConfig, *, key: jax.Array) -> None:
-        self.config = config
-        norm, outer, inner = Norm(epsilon=config.norm_epsilon), *jax.random.split(key)
+    Args:
+      config: size and numerics of the encoder.
+      remat: see `scan_layers`; text encoders of denoisers are not trained.
+      key: PRNG key.
+    """
+
+    def __init__(self, config: ClipTextConfig, *, remat: RematPolicy = "none", key: jax.Array) -> None:
         std, dtype = config.initializer_std, config.param_dtype
-        values = std * jax.random.normal(outer, (config.vocab_size + config.max_positions, config.embed), dtype)
-        tokens, positions = jnp.split(values, [config.vocab_size])
-        self.embedding = nnx.Param(tokens, logical_axes=("vocab", "embed"))
-        self.positions = nnx.Param(positions, logical_axes=(None, "embed"))
-        self.blocks = ClipBlock(config, Build(config.embed, config.layers, std, std, norm, dtype, inner))
-        self.norm = LayerNorm.single(config.embed, norm.epsilon, TOKENS, dtype)
+        numerics: dict[str, Any] = {"std": std, "dtype": config.dtype, "param_dtype": dtype, "remat": remat}
+        super().__init__(config, activation=config.activation, causal=True, **numerics, key=key)
         shape, axes = (config.embed, config.projection), ("embed", None)
         options: dict[str, Any] = {"use_bias": False, "std": std, "param_dtype": dtype}
         self.project = Linear(shape, axes, key=jax.random.fold_in(key, 2), **options) if config.projects else None
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Encoded:
-        x = lookup(self.embedding[...], tokens, self.config.dtype)
-        x = x + self.positions[...][: tokens.shape[1]].astype(x.dtype)
-
-        def run(block: ClipBlock, xs: tuple[Tokens, Tokens], _: None, __: None) -> tuple[tuple[Tokens, Tokens], None]:
+        def run(block: TowerBlock, xs: tuple[Tokens, Tokens], _: None, __: None) -> tuple[tuple[Tokens, Tokens], None]:
             return (block(xs[0]), xs[0]), None
 
-        # Nothing is rematerialized, because encoders are not trained.
+        x = self.embedded(tokens)
         options: dict[str, Any] = {"remat": "none", "unroll": False, "moves": False}
         (x, before), _ = scan_layers(run, [self.blocks], (x, x), [None], per_row=None, **options)
         hidden = self.norm(x).astype(jnp.float32)
-        old = self.config.end == _OLD_END
+        return Encoded(hidden, self._pooled(tokens, hidden), before.astype(jnp.float32))
+
+    def pooled(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch features"]:
+        """Returns the vector of each text, as `__call__` does, in float32."""
+        x = run_blocks(self.blocks, self.embedded(tokens), remat=self.remat)
+        return self._pooled(tokens, self.norm(x).astype(jnp.float32))
+
+    def _pooled(self, tokens: jax.Array, hidden: Tokens) -> Float[Array, "batch features"]:
         # `argmax` returns the first of equal values, so the first end token counts.
-        ends = jnp.argmax(tokens if old else tokens == self.config.end, axis=-1)
+        ends = jnp.argmax(tokens if self.config.pools_largest else tokens == self.config.end, axis=-1)
         pooled = jnp.take_along_axis(hidden, ends[:, None, None], axis=1)[:, 0]
-        pooled = pooled if self.project is None else self.project(pooled)
-        return Encoded(hidden, pooled, before.astype(jnp.float32))
+        return pooled if self.project is None else self.project(pooled)
 
 
 class ClipTextFamily:
@@ -194,7 +165,7 @@ COMPONENT = Component(
         "blocks/up": _BLOCK + "mlp.fc1",
         "blocks/down": _BLOCK + "mlp.fc2",
         "blocks/attention_norm": _BLOCK + "layer_norm1",
-        "blocks/mlp_norm": _BLOCK + "layer_norm2",
+        "blocks/feed_forward_norm": _BLOCK + "layer_norm2",
         "norm": _TEXT + "final_layer_norm",
     },
 )

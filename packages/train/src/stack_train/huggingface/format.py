@@ -41,6 +41,7 @@ from stack_train.huggingface.source import (
     PREPROCESSOR,
     PROCESSOR,
     HasProcessor,
+    HasRunSections,
     HuggingFaceSource,
     PreprocessesImages,
     open_source,
@@ -111,8 +112,8 @@ class HuggingFaceFormat:
         source = open_source(directory, ignore=ignore)
         with atomic_directory(run) as partial:
             # The path after `atomic_directory` renames its folder.
-            data = _fitting(TextData(tokenizer=str(run / "tokenizer")), source.config)
-            config = RunConfig(output=str(run), model=source.config, data=data)
+            sections = _run_sections(source.config, str(run / "tokenizer"))
+            config = RunConfig(output=str(run), model=source.config, **sections)
             paths = RunDirectory(partial)
             copied = _copy_to_run(source, paths)
             leaves = _reported(source.leaves(), source.total_bytes, progress)
@@ -205,6 +206,11 @@ class HuggingFaceFormat:
                 f"--data SOURCE, with a source among {', '.join(registries.data_sources.names())}."
             )
         source = _open_language_model(directory)
+        if isinstance(registries.models[source.config.name], HasRunSections):
+            raise ConversionError(
+                f"{directory} is of family {source.config.name!r}, which is not measured on documents. Train a run "
+                f"from it, run.init_from: hf:{directory}, and quantize the run."
+            )
         if hasattr(source.config, "start_token"):
             raise ConversionError(
                 f"{directory} is an encoder-decoder, which is measured on pairs of texts, and --data names documents. "
@@ -403,6 +409,14 @@ def _derived_leaves(run: Path, saved: RunConfig, rules: Iterable[Any]) -> Iterat
         return None
     values = named_leaves(read_params(run, saved.model)[0])
     return ((rule.parameter, values[rule.parameter]) for rule in rules)
+
+
+def _run_sections(model: Any, tokenizer: str) -> dict[str, Any]:
+    """Returns the sections of an imported run that depend on the kind of model."""
+    family = registries.models[model.name]
+    if isinstance(family, HasRunSections):
+        return family.run_sections(tokenizer)
+    return {"data": _fitting(TextData(tokenizer=tokenizer), model)}
 
 
 def _fitting(data: TextData, model: Any) -> TextData:

@@ -35,6 +35,7 @@ __all__ = [
     "PREPROCESSOR",
     "PROCESSOR",
     "HasProcessor",
+    "HasRunSections",
     "HuggingFaceSource",
     "PreprocessesImages",
     "open_source",
@@ -94,6 +95,13 @@ class HasProcessor(Protocol):
     def processed(self, config: Any, mapping: Mapping[str, Any]) -> Any: ...
 
     def processor(self, config: Any) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class HasRunSections(Protocol):
+    """A family of models other than language models, whose runs have other data and another objective."""
+
+    def run_sections(self, tokenizer: str) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)

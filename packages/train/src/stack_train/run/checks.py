@@ -11,7 +11,7 @@ from stack_core.abi.plugins import registries
 from stack_train.data.ramp import check_ramp
 from stack_train.data.settings import BPE, saved_addresses, source_addresses
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.objectives import as_objective, check_inputs
+from stack_train.objectives import as_objective, check_accumulation, check_inputs
 from stack_train.run.config import RunConfig
 from stack_train.run.resolve import ResolvedRun
 from stack_train.run.source_files import changed_files
@@ -50,7 +50,9 @@ def check_sections(config: RunConfig) -> None:
     """Raises a ConfigError if sections contradict each other."""
     config.batches.check(config.model)
     shapes = config.batches.spec(config.model)
-    check_inputs(as_objective(config.objective.build()), shapes)
+    objective = as_objective(config.objective.build())
+    check_inputs(objective, shapes)
+    check_accumulation(objective, config.run.accumulation_steps)
     if hasattr(config.model, "start_token") and "source_tokens" not in shapes:
         raise ConfigError(
             f"model.name={config.model.name!r} generates targets from sources, and data.name={config.data.name!r} has "

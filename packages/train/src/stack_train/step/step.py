@@ -19,7 +19,7 @@ from stack_core.abi.objectives import Objective
 from stack_core.abi.plugins import registries
 from stack_core.abi.transforms import ModelTransform
 from stack_train.nn.schedules import Schedule
-from stack_train.objectives import as_objective
+from stack_train.objectives import as_objective, check_accumulation, compares_rows
 from stack_train.optim.optax_optimizer import Optimizer, as_optimizer
 from stack_train.optim.outer import OuterConfig
 from stack_train.step.auxiliary import INIT, AuxiliaryModel, auxiliary_models
@@ -84,6 +84,7 @@ def make_step(  # noqa: PLR0913  each is an option of the step
     """
     settings, outer = separate_replicas(as_optimizer(optimizer))
     objective = as_objective(objective)
+    check_accumulation(objective, accumulation_steps)
     precision = Precision() if precision is None else precision
     family, config = _family_and_config(model)
     trainable = TrainableModel(family, config, settings, precision, transform, trained, mutable)
@@ -123,6 +124,7 @@ def make_step(  # noqa: PLR0913  each is an option of the step
                 "sections transform the model, such as lora": transform != UNCHANGED,
                 "mesh.stage is more than 1": schedule is not None,
                 "the objective calls auxiliary models": bool(auxiliary),
+                "the objective compares the rows of a whole batch": compares_rows(objective),
                 "precision.params is not float32": precision.params != "float32",
                 "the forward pass updates variables, such as the bias of a router or batch-norm statistics": bool(
                     jax.tree.leaves(step.abstract_state.mutable)

@@ -1,0 +1,1 @@
+"""Image-text models with one tower per modality, trained by contrastive losses."""

@@ -8,16 +8,19 @@ convolution's padding and dilation do not count either, as in XLA's cost analysi
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi.chips import Chip
-from stack_core.ops.dispatch.choosing import references_only
+from stack_core.chips.jit_context import JitContext
 
-__all__ = ["Flops", "count_flops", "inner_jaxprs", "model_flops_per_step", "valid_pairs"]
+__all__ = ["Flops", "count_flops", "inner_jaxprs", "model_flops_per_step", "references_only", "valid_pairs"]
+
+references_only: Final[JitContext[bool]] = JitContext()
+"""While it is True, the references of the ops compute all calls that are traced, because their FLOPs can be counted."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def model_flops_per_step(loss: Callable[..., Any], *args: Any) -> Flops:
     """
     found = count_flops(loss, *args)
     if any(line.startswith("kernel") for line in found.uncounted):
-        with references_only():
+        with references_only(True):
             found = count_flops(loss, *args)
     return found * 3
 

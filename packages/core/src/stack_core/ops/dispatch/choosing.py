@@ -31,6 +31,7 @@ from stack_core.ops.dispatch.signature import check_signature
 from stack_core.ops.dispatch.splitting import Split, free_devices, split_of
 from stack_core.ops.dispatch.symbolic import has_symbolic_size, is_symbolic
 from stack_core.ops.dispatch.tuned import tuned_choices
+from stack_core.programs.flops import references_only
 
 __all__ = [
     "Choice",
@@ -44,7 +45,6 @@ __all__ = [
     "is_installed",
     "plan",
     "preferred",
-    "references_only",
     "supporting",
 ]
 
@@ -54,14 +54,6 @@ exporting: Final[JitContext[bool]] = JitContext()
 def for_export() -> contextlib.AbstractContextManager[None]:
     """Restricts calls traced in this context to implementations that `jax.export` can serialize."""
     return exporting(True)
-
-
-_counting: Final[JitContext[bool]] = JitContext()
-
-
-def references_only() -> contextlib.AbstractContextManager[None]:
-    """Lets the references of the ops compute all calls traced in this context, whose FLOPs can be counted."""
-    return _counting(True)
 
 
 _NO_BACKWARD = "has no backward pass of its own"
@@ -146,7 +138,7 @@ def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> 
     found, candidates, named = *_sides(request, operands), _named(request.op.name, request.implementation)
     if _is_empty(operands):
         return _noted(request, _of_reference(request, candidates, _EMPTY), found)
-    if _counting.value:
+    if references_only.value:
         return _of_reference(request, candidates, _COUNTED)
     candidates = candidates | {candidate.name: candidate for candidate in named}
     forward = _choose(found, candidates, named)

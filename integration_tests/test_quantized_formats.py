@@ -117,6 +117,27 @@ def test_gptq_stands_for_the_floats_of_the_run(kind, tile, size, zeros, run, tmp
     ]
 
 
+def test_awq_stands_for_the_floats_of_the_run(run, tmp_path, capsys):
+    tiles: dict[str, Any] = {"tile_size": 8, "smaller_tiles": True}
+    rules = [{"path": "query|output|up", "weights": "int4", **tiles, "weight_calibration": "minmax"}]
+    rules += [{"path": "key", "weights": "int3", **tiles}, {"path": "value", "weights": "int8"}]
+    stored = quantized(run, tmp_path / "run", rules)
+    # The feed-forward layers have 52 outputs, which are no whole words of 8 codes.
+    with pytest.warns(UserWarning, match="one group have codes in AWQ, in whole words: .*value/kernel, .*up/kernel."):
+        main(["convert", str(stored), f"hf:{tmp_path / 'hf'}", "--stored", "awq"])
+    assert "awq and float32" in capsys.readouterr().out
+    section = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+    floats = section.pop("modules_to_not_convert")
+    assert section == {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 8, "zero_point": True}
+    ends = ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.v_proj")
+    assert floats == ["lm_head", *(f"model.layers.{layer}.{end}" for layer in range(2) for end in ends)]
+    wanted = named_leaves(read_params(stored, run_config(stored).model)[0])
+    for path, leaf in open_source(tmp_path / "hf").leaves():
+        # Scales are rounded to float16, and so is the product.
+        in_codes = any(name in path for name in ("query", "output", "key"))
+        np.testing.assert_allclose(leaf, wanted[path], rtol=2**-10 if in_codes else 0, err_msg=path)
+
+
 def test_nvfp4_stands_for_the_floats_of_the_run(run, tmp_path):
     stored = quantized(run, tmp_path / "run", [{"path": "query|output", "weights": "nvfp4"}])
     FORMAT.export_run(stored, tmp_path / "hf")
@@ -134,7 +155,9 @@ def test_nvfp4_stands_for_the_floats_of_the_run(run, tmp_path):
         (one(weights="fp8_e4m3"), "gptq", "GPTQ stores integers and float inputs, unlike fp8_e4m3"),
         (one(weights="int8", activations="int8"), "gptq", "unlike int8 with int8 inputs. Leave out --stored"),
         ([{"path": "up", "weights": "int4"}], "gptq", "belongs to a linear layer that gptq stores in codes"),
-        (one(weights="int4"), "awq", "'awq' is no layout that `hf:` writes; take one of compressed-tensors, gptq"),
+        (one(weights="int8"), "awq", "belongs to a linear layer that awq stores in codes"),
+        (one(weights="int4", activations="int8"), "awq", "AWQ stores integers and float inputs, unlike int4 with int8"),
+        (one(weights="int4"), "exl2", "'exl2' is no layout that `hf:` writes; take one of .*, gptq, awq"),
         (None, "gptq", "is not quantized. Quantize it first"),
     ],
 )
@@ -202,4 +225,4 @@ def test_the_table_lists_what_is_read_and_written():
     read = [row for row in rows() if row[3] == "yes"]
     assert {row[0] for row in read} == set(READERS)
     assert {row[1] for row in read if row[0] == "compressed-tensors"} == set(FORMATS)
-    assert {row[1] for row in rows() if row[4] == "yes"} == WRITTEN | {"nvfp4-pack-quantized", "gptq, gptq_v2"}
+    assert {row[1] for row in rows() if row[4] == "yes"} == WRITTEN | {"nvfp4-pack-quantized", "gptq, gptq_v2", "gemm"}

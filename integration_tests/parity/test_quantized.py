@@ -1,4 +1,7 @@
-"""Quantized checkpoints against the library compressed-tensors, both ways: logits of tiny random Llamas."""
+"""Quantized checkpoints against the library compressed-tensors, both ways, and the formulas of GPTQ and AWQ.
+
+Logits of tiny random Llamas are compared.
+"""
 
 import json
 from pathlib import Path
@@ -96,6 +99,65 @@ def test_transformers_loads_what_we_write(name: str, tmp_path: Path) -> None:
     weights = torch_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval())
     np.testing.assert_allclose(ours, weights, atol=TOLERANCE, rtol=TOLERANCE)
     assert np.abs(quantized - ours).max() < (0.1 * np.abs(ours).max() if has_inputs else TOLERANCE)
+
+
+def dequantized(parts: dict[str, np.ndarray], layout: str, bits: int) -> np.ndarray:
+    """Returns the matrix [d_out, d_in] of GPTQ or AWQ, code by code.
+
+    GPTQ packs codes along the inputs and zero points along the outputs, both from the lowest bits up; its layout "gptq"
+    stores zero points minus 1. AWQ packs both along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7. Products are
+    rounded to float16, as in both libraries.
+    """
+    count, scales = 32 // bits, parts["scales"].astype(np.float64)
+
+    def code(words: np.ndarray, row: int, column: int, *, along_rows: bool) -> int:
+        place = (row if along_rows else column) % count
+        place = (0, 4, 1, 5, 2, 6, 3, 7)[place] if layout == "awq" else place
+        word = words[row // count, column] if along_rows else words[row, column // count]
+        return int(word) >> bits * place & 2**bits - 1
+
+    outputs = scales.shape[1]
+    inputs = len(parts["qweight"]) * (1 if layout == "awq" else count)
+    groups = parts.get("g_idx", np.arange(inputs) // (inputs // len(scales)))
+    matrix = np.empty((outputs, inputs))
+    for row, column in np.ndindex(inputs, outputs):
+        zero = code(parts["qzeros"], groups[row], column, along_rows=False) + (layout == "gptq")
+        matrix[column, row] = code(parts["qweight"], row, column, along_rows=layout != "awq") - zero
+        matrix[column, row] *= scales[groups[row], column]
+    return matrix.astype(np.float16).astype(np.float32)
+
+
+BY_FORMULA = {
+    "gptq, 8 bits": ("gptq", {"weights": "int8"}),
+    "gptq_v2": ("gptq", {"weights": "int4", "tile_size": 8, "smaller_tiles": True, "weight_calibration": "minmax"}),
+    "awq": ("awq", {"weights": "int4", "tile_size": 8, "smaller_tiles": True, "weight_calibration": "minmax"}),
+    "awq without zero points": ("awq", {"weights": "int3"}),
+}
+
+
+@pytest.mark.parametrize("name", BY_FORMULA)
+@pytest.mark.filterwarnings("ignore:Written as floats")
+def test_formulas_of_gptq_and_awq_decode_what_we_write(name: str, tmp_path: Path) -> None:
+    model = float_checkpoint(tmp_path / "float", **EVEN)
+    FORMAT.import_run(tmp_path / "float", tmp_path / "run")
+    opened = RUN_FORMAT.open_model(tmp_path / "run")
+    stored, rule = BY_FORMULA[name]
+    rules = as_rules([{"path": "query|key|value|output|gate|up|down", **rule}])
+    section = QuantConfig(rules=rules)
+    opened.save(tmp_path / "quantized", quantize_model(opened.model, rules, BATCH), {"quant": section})
+    FORMAT.export_run(tmp_path / "quantized", tmp_path / "hf", stored=stored)
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())[QUANTIZATION]
+    layout, tensors = written.get("checkpoint_format", "awq"), load_file(tmp_path / "hf" / "model.safetensors")
+    before = torch_logits(model)
+    for module in [name.removesuffix("qweight") for name in tensors if name.endswith("qweight")]:
+        names = [name for name in tensors if name.startswith(module)]
+        parts = {name.removeprefix(module): tensors.pop(name).numpy() for name in names}
+        tensors[f"{module}weight"] = torch.tensor(dequantized(parts, layout, written["bits"]))
+    model.load_state_dict(tensors)
+    np.testing.assert_allclose(our_logits(tmp_path / "hf"), torch_logits(model), atol=TOLERANCE, rtol=TOLERANCE)
+    # The codes are those of this model.
+    error = np.abs(torch_logits(model) - before).max() / np.abs(before).max()
+    assert 1e-4 < error < {"int8": 0.05, "int4": 0.3, "int3": 1}[rule["weights"]]
 
 
 def test_the_library_decompresses_our_nvfp4(tmp_path: Path) -> None:

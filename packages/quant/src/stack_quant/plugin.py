@@ -25,6 +25,7 @@ def stack_register_algorithms(registry: Registrar) -> None:
     registry.add("gptq", "stack_quant.algorithms.gptq:GPTQ")
     registry.add("autoround", "stack_quant.algorithms.autoround:AUTOROUND")
     registry.add("hqq", "stack_quant.algorithms.hqq:HQQ")
+    registry.add("qep", "stack_quant.algorithms.qep:QEP")
     registry.add("awq", "stack_quant.algorithms.awq:AWQ")
     registry.add("smoothquant", "stack_quant.algorithms.smoothquant:SMOOTHQUANT")
     registry.add("hadamard", "stack_quant.algorithms.hadamard:HADAMARD")

@@ -215,9 +215,7 @@ def quantized(
     calls = list(stream) if has_algorithms and stream is not None else stream
     ranges = static_ranges(fn, parameters, resolved, sites, calls)
     if has_algorithms:
-        multiplied = {use.path for use in uses if not use.is_lookup}
-        tables = planned.specs.keys() - multiplied
-        after |= run_algorithms(fn, parameters, after, resolved, planned.inputs, tables, calls)
+        after |= run_algorithms(fn, parameters, after, resolved, planned.inputs, uses, calls)
     return after, ranges, Quantization(resolved, coverage.report(name, rules, listed, seen.rows))
 
 

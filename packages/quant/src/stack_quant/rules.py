@@ -53,8 +53,9 @@ class Rule:
       range_ends: position of the ends of a range among integer codes, a name of `stack_quant.spec.RANGE_ENDS`. For
         8-bit activations "fitted" means "exact": fitting takes three times as long and saves less than 1% of the error.
       algorithm: method of choosing the codes of the weights, of the registry `algorithms`, with its options: "gptq",
-        "gptq,damp=0.02", "autoround", "hqq"; or to make a product easier to round by transforming its inputs: "awq",
-        "smoothquant", "hadamard". "+" combines them: "hadamard+gptq". None rounds each entry to the nearest code.
+        "gptq,damp=0.02", "autoround", "hqq"; to correct the weights for errors of earlier layers: "qep"; or to make a
+        product easier to round by transforming its inputs: "awq", "smoothquant", "hadamard". "+" combines them:
+        "hadamard+gptq". None rounds each entry to the nearest code.
       optional: allow the rule to match, or to quantize, nothing. By default this is an error.
     """
 

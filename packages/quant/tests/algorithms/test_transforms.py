@@ -109,7 +109,7 @@ def test_planning_by_shapes_gives_the_form_of_the_quantized_parameters() -> None
 
 
 def test_a_transform_that_cannot_act_is_refused() -> None:
-    for text in ("gptq+hadamard", "awq+smoothquant", "hadamard+awq", "gptq+hqq"):
+    for text in ("gptq+hadamard", "awq+smoothquant", "hadamard+awq", "gptq+hqq", "awq+qep"):
         with pytest.raises(ArgumentError, match="in this order"):
             Rule(path="w", weights="int4", algorithm=text)
     with pytest.raises(RuleError, match="static ranges are measured on inputs without transform"):

@@ -34,6 +34,9 @@ class Weight:
       moments: float32[batch, d_in, d_in], the mean of x x^T over the factors x of the product; None for an algorithm
         without a stream.
       largest: float32[batch, d_in], the largest magnitude of each factor; None without a stream.
+      cross_moments: float32[batch, d_in, d_in], the mean of z (x - z)^T over the factors z of the product and its
+        factors x in the float model; None unless an algorithm has `correct` and the product is the only use of the
+        parameter and has the same rows in both models.
       inputs: form of the transform of the inputs, or None.
     """
 
@@ -43,17 +46,20 @@ class Weight:
     layout: Layout
     moments: Any = None
     largest: Any = None
+    cross_moments: Any = None
     inputs: InputSpec | None = None
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm with `quantize`, `input_scale`, `rotates` or several of these.
+    """An algorithm with `quantize`, `correct`, `input_scale`, `rotates` or several of these.
 
     Attributes:
       name: name in the registry, such as "gptq".
       needs_stream: True if it uses `Weight.moments` or `Weight.largest`.
       quantize: function of a weight and the options that returns its quantized array.
+      correct: function of a weight and the options that returns another array to quantize, unless the weight has no
+        `cross_moments`. It needs a second pass over the stream, in the float model.
       input_scale: function of a weight and the options that returns s[batch, d_in]. Inputs are divided by s, and rows
         of the weight are multiplied by s.
       rotates: True if inputs are rotated by blocks; the option "block" is the largest block.
@@ -63,6 +69,7 @@ class Algorithm:
     name: str
     needs_stream: bool
     quantize: Callable[[Weight, Mapping[str, int | float]], QArray] | None = None
+    correct: Callable[[Weight, Mapping[str, int | float]], jax.Array] | None = None
     input_scale: Callable[[Weight, Mapping[str, int | float]], jax.Array] | None = None
     rotates: bool = False
     options: Mapping[str, int | float] = field(default_factory=dict)
@@ -81,12 +88,12 @@ def parse_algorithms(text: str) -> tuple[Step, ...]:
         cannot be combined in this order.
     """
     steps = tuple(_step(part) for part in text.split("+"))
-    # Input scales are found for the axes of the model, and codes are chosen after all transforms.
-    stages = [0 if step.input_scale else 1 if step.rotates else 2 for step, _ in steps]
+    # Corrections and input scales are found for the axes of the model, and codes are chosen after all transforms.
+    stages = [0 if step.correct else 1 if step.input_scale else 2 if step.rotates else 3 for step, _ in steps]
     if stages != sorted(set(stages)):
         raise errors.ArgumentError(
-            f"algorithm={text!r}: combine at most one algorithm for the scales of inputs (awq, smoothquant), one "
-            "rotation (hadamard) and one algorithm for the codes (gptq, autoround, hqq), in this order."
+            f"algorithm={text!r}: combine at most one correction (qep), one algorithm for the scales of inputs (awq, "
+            "smoothquant), one rotation (hadamard) and one algorithm for codes (gptq, autoround, hqq), in this order."
         )
     return steps
 

@@ -17,13 +17,15 @@ Quantized = QArray | TransformedArray
 
 
 def choose_codes(weight: Weight, steps: Sequence[Step]) -> Quantized:
-    """Quantizes a weight by its algorithms: scales of its inputs, a rotation, and the codes of the result.
+    """Quantizes a weight by its algorithms: a correction, scales of its inputs, a rotation, and codes of the result.
 
     Without an algorithm for codes, values are rounded to the nearest.
     """
     scale = None
     quantizers = [(step.quantize, options) for step, options in steps if step.quantize is not None]
     for step, options in steps:
+        if step.correct is not None and weight.cross_moments is not None:
+            weight = dataclasses.replace(weight, array=step.correct(weight, options))
         if step.input_scale is not None:
             factors = step.input_scale(weight, options)
             weight, scale = _scaled(weight, factors), _as_parameter(weight, 1 / factors)

@@ -1,6 +1,7 @@
 """Runs of algorithms over the parameters of a function, in one pass over a stream of calls."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from stack_quant.errors import QuantError, RuleError
 from stack_quant.measuring import Call
 from stack_quant.scales import Range
 from stack_quant.spec import ArraySpec
-from stack_quant.transform.interpreter import Interpreter, ResolvedRules
+from stack_quant.transform.interpreter import Interpreter, ResolvedRules, Use
 from stack_quant.transform.layout import Layout
 from stack_quant.transform.program import Parameters, is_array, trace
 from stack_quant.transform.sequential import Product, Replacements, Slice, run_replacing
@@ -32,7 +33,7 @@ def run_algorithms(
     rounded: Mapping[str, Any],
     resolved: ResolvedRules,
     inputs: Mapping[str, InputSpec],
-    looked_up: Collection[str],
+    uses: Sequence[Use],
     calls: Iterable[Call] | None,
 ) -> dict[str, Quantized]:
     """Quantizes the parameters whose rules have an algorithm. Returns them by path.
@@ -44,7 +45,7 @@ def run_algorithms(
       parameters: floating parameters; if they are shapes, nothing is computed.
       rounded: all parameters, with the quantized ones rounded to the nearest.
       inputs: form of the transform of the inputs, by path.
-      looked_up: paths of parameters without any product.
+      uses: the uses of the parameters.
       calls: the stream.
 
     Raises:
@@ -55,10 +56,11 @@ def run_algorithms(
     arrays = parameters.arrays
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays.values()):
         return {}
+    multiplied = {use.path for use in uses if not use.is_lookup}
     chosen = {
         path: name
         for path in resolved.specs
-        if path not in looked_up and (name := resolved.rules[resolved.of_path[path]].algorithm) is not None
+        if path in multiplied and (name := resolved.rules[resolved.of_path[path]].algorithm) is not None
     }
     _check_acts(resolved, chosen)
     steps = {path: parse_algorithms(name) for path, name in chosen.items()}
@@ -77,7 +79,8 @@ def run_algorithms(
             path: arrays[path] if path in streamed else _floats(done.get(path, array))
             for path, array in rounded.items()
         }
-        done |= _with_stream(fn, parameters, before, resolved, inputs, streamed, list(calls or ()))
+        corrected = _corrected([path for path in streamed if any(step.correct for step, _ in steps[path])], uses)
+        done |= _with_stream(fn, parameters, before, resolved, inputs, streamed, corrected, list(calls or ()))
     return done
 
 
@@ -105,6 +108,24 @@ def _check_acts(resolved: ResolvedRules, chosen: Mapping[str, str]) -> None:
             )
 
 
+def _corrected(paths: Sequence[str], uses: Sequence[Use]) -> set[str]:
+    """Returns the paths that a correction suits, which fits one product with the same rows in the float model.
+
+    Raises:
+      RuleError: it suits none of several paths.
+    """
+    counts = Counter(use.path for use in uses)
+    # Experts get their tokens in the order of the routing, which differs between the two models.
+    experts = {use.path for use in uses if use.op.rpartition("/")[2] == "ragged_dot"}
+    found = {path for path in paths if counts[path] == 1 and path not in experts}
+    if paths and not found:
+        raise RuleError(
+            f"algorithm 'qep' corrects none of {', '.join(paths)}: it corrects parameters with one product that is no "
+            "`ragged_dot`. Leave qep out, as in algorithm='gptq'."
+        )
+    return found
+
+
 def _with_stream(
     fn: Callable[..., Any],
     parameters: Parameters,
@@ -112,6 +133,7 @@ def _with_stream(
     resolved: ResolvedRules,
     inputs: Mapping[str, InputSpec],
     chosen: Mapping[str, str],
+    corrected: Collection[str],
     calls: Sequence[Call],
 ) -> dict[str, Quantized]:
     if not calls:
@@ -123,7 +145,7 @@ def _with_stream(
     args, kwargs = calls[0]
     program = trace(fn, parameters, *args, **kwargs)
     arguments = [arguments_of(call, calls[0]) for call in calls]
-    state = _Moments(before, resolved, inputs, chosen)
+    state = _Moments(before, resolved, inputs, chosen, corrected)
     new = Replacements(
         wanted=lambda path, op: path in chosen and resolved.of_parameter(path, op) is not None,
         observe=state.observe,
@@ -133,7 +155,8 @@ def _with_stream(
     # floats do not transform their inputs, whose rounding would therefore be another than at run time.
     activation = _float_activation if inputs else _rounded_activation
     method = dataclasses.replace(resolved.method, activation=activation, keeps_ranges=False)
-    run_replacing(program, before, arguments, Interpreter(dataclasses.replace(resolved, method=method)), new)
+    interpreter = Interpreter(dataclasses.replace(resolved, method=method))
+    run_replacing(program, before, arguments, interpreter, new, with_float=bool(corrected))
     return {path: state.joined(path, new.refused.get(path)) for path in chosen}
 
 
@@ -165,6 +188,7 @@ class _Moments:
       arrays: floating parameters by path.
       inputs: form of the transform of the inputs, by path.
       chosen: algorithm of each parameter, by path.
+      corrected: paths whose algorithm reads the cross moments.
     """
 
     def __init__(
@@ -173,9 +197,12 @@ class _Moments:
         resolved: ResolvedRules,
         inputs: Mapping[str, InputSpec],
         chosen: Mapping[str, str],
+        corrected: Collection[str],
     ) -> None:
         self._arrays, self._resolved, self._inputs, self._chosen = arrays, resolved, inputs, chosen
+        self._corrected = corrected
         self._open: dict[Slice, tuple[Layout, jax.Array, jax.Array, int]] = {}
+        self._cross: dict[Slice, jax.Array] = {}
         self._done: dict[Slice, Quantized] = {}
 
     def observe(self, product: Product) -> None:
@@ -185,6 +212,9 @@ class _Moments:
         _, moments, largest, rows = self._open.get(product.key, start)
         moments, largest = _add_statistics(moments, largest, product.inputs)
         self._open[product.key] = (product.layout, moments, largest, rows + product.inputs.shape[1])
+        if product.key[0] in self._corrected:
+            before = self._cross.get(product.key, jnp.zeros_like(moments))
+            self._cross[product.key] = _add_cross_moments(before, product.inputs, product.float_inputs)
 
     def finish(self, key: Slice) -> jax.Array:
         """Quantizes a slice by the moments of its product, and returns its values."""
@@ -196,7 +226,8 @@ class _Moments:
             )
         spec, inputs = _of_slice(self._resolved.specs[path], len(index)), self._inputs.get(path)
         inputs = None if inputs is None else inputs.of_slice(len(index))
-        weight = Weight(path, self._arrays[path][index], spec, layout, moments / rows, largest, inputs)
+        cross = self._cross.pop(key) / rows if key in self._cross else None
+        weight = Weight(path, self._arrays[path][index], spec, layout, moments / rows, largest, cross, inputs)
         self._done[key] = choose_codes(weight, parse_algorithms(self._chosen[path]))
         return _floats(self._done[key])
 
@@ -224,6 +255,12 @@ def _add_statistics(moments: jax.Array, largest: jax.Array, inputs: jax.Array) -
     inputs = inputs.astype(jnp.float32)
     moments = moments + jnp.einsum("brk,brl->bkl", inputs, inputs, precision="highest")
     return moments, jnp.maximum(largest, jnp.max(jnp.abs(inputs), axis=1))
+
+
+@jax.jit
+def _add_cross_moments(cross: jax.Array, inputs: jax.Array, float_inputs: jax.Array) -> jax.Array:
+    inputs, float_inputs = inputs.astype(jnp.float32), float_inputs.astype(jnp.float32)
+    return cross + jnp.einsum("brk,brl->bkl", inputs, float_inputs - inputs, precision="highest")
 
 
 def _of_slice(spec: ArraySpec, leading: int) -> ArraySpec:

@@ -40,8 +40,8 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
       source: a run directory, or a directory with a Hugging Face checkpoint; FORMAT:DIR if the format is ambiguous.
       recipe: a YAML file of rules, or w8a8, w4, w4a8, w4_t128, w4a8_t128, nf4 or fp8; by default the recipe of the
         model's training.
-      algorithm: algorithms for the weights: nearest, gptq, autoround, hqq, awq, smoothquant, hadamard, with options
-        as in gptq,damp=0.02, or joined as hadamard+gptq; by default the recipe's own.
+      algorithm: algorithms for the weights: nearest, gptq, autoround, hqq, qep, awq, smoothquant, hadamard, with
+        options as in gptq,damp=0.02, or joined as qep+gptq; by default the recipe's own.
       budget: instead of a recipe, a limit on the parameters, such as 3.5bits (each), 500MB or 2GB. The type of each
         parameter is chosen by its effect on the model's outputs.
       types: types to choose from, such as int3/t128,int4/t32,int8,float; t32 is the number of inputs that share a

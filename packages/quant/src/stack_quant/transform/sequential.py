@@ -37,11 +37,13 @@ class Product:
       key: the slice.
       layout: arrangement of the slice as matrices.
       inputs: x[batch, rows, d_in], the factors of the matrices.
+      float_inputs: the factors of the same call if no parameter is replaced; None unless the run computes them.
     """
 
     key: Slice
     layout: Layout
     inputs: jax.Array
+    float_inputs: jax.Array | None = None
 
 
 @dataclass
@@ -65,7 +67,13 @@ class Replacements:
 
 
 def run_replacing(
-    program: Any, parameters: Mapping[str, Any], calls: Sequence[Sequence[Any]], interpreter: Interpreter, new: Any
+    program: Any,
+    parameters: Mapping[str, Any],
+    calls: Sequence[Sequence[Any]],
+    interpreter: Interpreter,
+    new: Any,
+    *,
+    with_float: bool = False,
 ) -> None:
     """Runs a program on the arguments of several calls, and replaces parameters on the way.
 
@@ -75,7 +83,10 @@ def run_replacing(
       calls: arrays among the arguments of each call.
       interpreter: interpreter of the operations, with rules whose method keeps parameters in float.
       new: a `Replacements`, which the run fills.
+      with_float: run each call a second time with the original parameters, for `Product.float_inputs`.
     """
+    replaced = len(calls)
+    calls = [*calls, *calls] if with_float else calls
     held: list[list[Value]] = []
     for path in program.paths:
         array = parameters[path]
@@ -84,7 +95,7 @@ def run_replacing(
     held.extend(
         [Value(jnp.asarray(array), None, True, array.dtype) for array in arrays] for arrays in zip(*calls, strict=True)
     )
-    _Run(parameters, new, len(calls)).jaxpr(interpreter, program.jaxpr, held, is_needed=False)
+    _Run(parameters, new, len(calls), replaced).jaxpr(interpreter, program.jaxpr, held, is_needed=False)
 
 
 @dataclass
@@ -95,6 +106,7 @@ class _Run:
       parameters: floating parameters by path.
       new: replaced slices.
       calls: number of calls.
+      replaced_calls: number of the first calls, which use replaced parameters. Others are the same calls again.
       slices: indices of the current slice of each parameter that enclosing loops iterate over.
       observed: slices whose replacement waits for the end of a loop over data; None outside of such loops.
     """
@@ -102,6 +114,7 @@ class _Run:
     parameters: Mapping[str, Any]
     new: Replacements
     calls: int
+    replaced_calls: int
     slices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     observed: dict[Slice, None] | None = None
     compiled: dict[Any, Any] = field(default_factory=dict)
@@ -286,7 +299,8 @@ class _Run:
                 array: Any = Concatenated(tuple(arrays), value.array.axis, value.array.sources, value.array.dtype)
             else:
                 (array,) = arrays
-            after[place] = [dataclasses.replace(value, array=array)] * self.calls
+            others = operands[place][self.replaced_calls :]
+            after[place] = [dataclasses.replace(value, array=array)] * self.replaced_calls + others
         return after
 
     def part(
@@ -314,8 +328,10 @@ class _Run:
             if found.inputs is None:
                 self.new.refused[path] = f"{found.op} with these axes has no matrix product to observe"
                 return value.array
-            for one in zip(*operands, strict=True):
-                self.new.observe(Product(key, layout, found.inputs([each.array for each in one])))
+            each = [found.inputs([value.array for value in one]) for one in zip(*operands, strict=True)]
+            plain = each[self.replaced_calls :] or [None] * self.replaced_calls
+            for inputs, float_inputs in zip(each, plain, strict=False):
+                self.new.observe(Product(key, layout, inputs, float_inputs))
             if self.observed is not None:
                 self.observed[key] = None
                 return value.array

@@ -43,7 +43,7 @@ def convert(
         transformers can open; by default the run with the base, which transformers cannot open.
       ignore: a key of config.json to ignore; may be repeated.
       stored: form of stored matrices, for formats with a choice: F16, Q8_0, Q6_K, Q5_K_M, Q4_K_M or Q4_0 in GGUF;
-        compressed-tensors or gptq for a quantized run in hf:DIR.
+        compressed-tensors, gptq or awq for a quantized run in hf:DIR.
       importance: mean squared inputs of the matrices, which are then quantized with less error in the important
         columns: a file of `stack quantize RUN --importance`, or llama.cpp's imatrix in GGUF.
       json: print the result as JSON.

@@ -134,7 +134,7 @@ class HuggingFaceFormat:
     ) -> Conversion:
         """Converts a run's newest checkpoint to a Hugging Face checkpoint with the dtype of `model.param_dtype`.
 
-        A quantized run becomes a checkpoint of compressed-tensors or GPTQ.
+        A quantized run becomes a checkpoint of compressed-tensors, GPTQ or AWQ.
 
         Args:
           stored: layout of a quantized run, from `stored_types`; None uses the first.
@@ -183,7 +183,8 @@ class HuggingFaceFormat:
                 copied += _write_json(family.preprocessor(config), partial / PREPROCESSOR)
             if isinstance(family, HasProcessor):
                 copied += _write_json(family.processor(config), partial / PROCESSOR)
-        layout = planned.section.get("format", planned.section.get("checkpoint_format"))
+        names = ("format", "checkpoint_format", "quant_method")
+        layout = next((planned.section[name] for name in names if name in planned.section), None)
         dtype = f"{layout} and {config.param_dtype}" if layout else config.param_dtype
         return Conversion(directory, planned.parameters, total_bytes, dtype, copied)
 

@@ -1,4 +1,4 @@
-"""Quantized models as checkpoints of compressed-tensors or GPTQ, whose layouts their readers describe."""
+"""Quantized models as checkpoints of compressed-tensors, GPTQ or AWQ, whose layouts their readers describe."""
 
 import warnings
 from collections import Counter
@@ -13,7 +13,7 @@ from stack_core import ops
 from stack_core.abi.errors import ConversionError
 from stack_core.ops.building import is_quantized
 from stack_train.huggingface.codes import fp4_pairs, pack_words
-from stack_train.huggingface.gptq_export import GptqScheme, common_scheme, gptq_section
+from stack_train.huggingface.gptq_export import UNIFORM, AwqScheme, GptqScheme, UniformScheme, common_scheme
 from stack_train.models.weight_map import WeightRule, joined_tensors, shared_tensors
 from stack_train.safetensors_files import TensorSpec
 
@@ -152,10 +152,11 @@ class PlannedTensors:
     parameters: int
 
 
-LAYOUTS = ("compressed-tensors", "gptq")
+LAYOUTS = ("compressed-tensors", *UNIFORM)
 """Layouts that are written; the first is the default."""
 
-_Planned = tuple[Sequence[WeightRule], _Scheme | GptqScheme | None, Mapping[str, tuple[int, ...]]]
+_AnyScheme = _Scheme | GptqScheme | AwqScheme
+_Planned = tuple[Sequence[WeightRule], _AnyScheme | None, Mapping[str, tuple[int, ...]]]
 
 
 def quantized_tensors(
@@ -181,7 +182,7 @@ def quantized_tensors(
     groups = shared_tensors(rules)
     schemes = [_scheme(group, [values[rule.parameter] for rule in group], input_type) for group in groups]
     shapes = [group[0].tensor_shapes(values[group[0].parameter].shape) for group in groups]
-    of_group: Sequence[_Scheme | GptqScheme | None] = _gptq(schemes, shapes) if stored == "gptq" else schemes
+    of_group: Sequence[_AnyScheme | None] = _uniform(stored, schemes, shapes) if stored in UNIFORM else schemes
     if not any(of_group):
         raise ConversionError(
             f"No quantized parameter belongs to a linear layer that {stored} stores in codes. Convert the run that it "
@@ -195,8 +196,8 @@ def quantized_tensors(
     ]
     if decoded:
         reason = "only linear layers have codes in compressed-tensors"
-        if stored == "gptq":
-            reason = "only layers of one number of bits and one group have codes in GPTQ, in whole words"
+        if stored in UNIFORM:
+            reason = f"only layers of one number of bits and one group have codes in {stored.upper()}, in whole words"
         warnings.warn(f"Written as floats, because {reason}: {', '.join(decoded)}.", stacklevel=2)
     planned = list(zip(groups, of_group, shapes, strict=True))
     specs = [
@@ -237,29 +238,30 @@ def quantized_tensors(
     return PlannedTensors(_section(planned), specs, tensors, parameters)
 
 
-def _gptq(
-    schemes: Sequence[_Scheme | None], shapes: Sequence[Mapping[str, tuple[int, ...]]]
-) -> list[GptqScheme | None]:
-    """Returns the scheme of GPTQ, or None for parameters that become floats.
+def _uniform(
+    stored: str, schemes: Sequence[_Scheme | None], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> list[GptqScheme | AwqScheme | None]:
+    """Returns the scheme of GPTQ or AWQ, or None for parameters that become floats.
 
     Raises:
       ConversionError: inputs are quantized, or codes are not integers.
     """
+    kind = UNIFORM[stored]
     for scheme in filter(None, schemes):
         if scheme.inputs is not None or scheme.type not in _BITS:
             inputs = f" with {scheme.inputs} inputs" if scheme.inputs else ""
             raise ConversionError(
-                f"GPTQ stores integers and float inputs, unlike {scheme.type}{inputs}. Leave out --stored, which "
-                "writes compressed-tensors, or quantize again, for example with --recipe w4_t128."
+                f"{stored.upper()} stores integers and float inputs, unlike {scheme.type}{inputs}. Leave out --stored, "
+                "which writes compressed-tensors, or quantize again, for example with --recipe w4_t128."
             )
     found = [
         (scheme.bits, scheme.group, scheme.symmetric)
         for scheme, named in zip(schemes, shapes, strict=True)
         if scheme is not None
         for name, shape in named.items()
-        if GptqScheme(scheme.bits, scheme.group, scheme.symmetric).fits(name, shape)
+        if kind(scheme.bits, scheme.group, scheme.symmetric).fits(name, shape)
     ]
-    common = common_scheme(found) if found else None
+    common = kind(*common_scheme(found)) if found else None
     return [
         common
         if common is not None
@@ -330,12 +332,12 @@ def _float_dtype(array: Any, dtype: Any) -> np.dtype[Any]:
 
 def _section(planned: Sequence[_Planned]) -> dict[str, Any]:
     for _, scheme, _ in planned:
-        if isinstance(scheme, GptqScheme):
+        if isinstance(scheme, UniformScheme):
             linear = [(named, other) for group, other, named in planned if group[0].transposed]
-            return gptq_section(
-                scheme, {name.removesuffix(".weight"): other is not None for named, other in linear for name in named}
+            return scheme.section(
+                {name.removesuffix(".weight"): other is not None for named, other in linear for name in named}
             )
-    return _groups([(group, scheme, named) for group, scheme, named in planned if not isinstance(scheme, GptqScheme)])
+    return _groups([(group, scheme, named) for group, scheme, named in planned if isinstance(scheme, _Scheme | None)])
 
 
 def _groups(planned: Sequence[tuple[Sequence[WeightRule], _Scheme | None, Mapping[str, Any]]]) -> dict[str, Any]:

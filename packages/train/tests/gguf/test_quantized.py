@@ -86,7 +86,9 @@ def test_rows_are_those_of_the_whole_matrix(kind, is_transposed):
     stack = matrix_of([tensor], is_transposed=is_transposed)
     zero_point = None if stack.zero_point is None else stack.zero_point[0]
     matrix = QuantizedMatrix(stack.codes[0], stack.scale[0], zero_point, stack.type, is_transposed)
-    assert matrix.shape == (ROWS, COLUMNS) and matrix.T.shape == (COLUMNS, ROWS) and matrix == matrix.T.T
+    back = matrix.T.T
+    assert matrix.shape == back.shape == (ROWS, COLUMNS) and matrix.T.shape == (COLUMNS, ROWS)
+    assert back.codes is matrix.codes and back.is_transposed == matrix.is_transposed
     whole = np.asarray(ops.dequantize(matrix, jnp.float32))
     np.testing.assert_allclose(whole, expected(tensor), rtol=0, atol=3e-7 * np.abs(whole).max())
     np.testing.assert_array_equal(np.asarray(ops.dequantize(matrix.T, jnp.float32)), whole.T)

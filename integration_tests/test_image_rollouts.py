@@ -105,7 +105,8 @@ def digests(output, step):
 def changed(output, step, start):
     """Returns the first part of the paths of parameters that a run has changed, and of those that it has not."""
     ours, theirs = digests(output, step), digests(start, 0)
-    same = {name: ours[name] == digest for name, digest in theirs.items() if name.startswith("params/")}
+    # Frozen parameters are not stored again.
+    same = {name: ours.get(name) in (None, digest) for name, digest in theirs.items() if name.startswith("params/")}
     top = lambda flag: {name.split("/")[1] for name, is_same in same.items() if is_same is flag}
     return top(False), top(True)
 
@@ -148,7 +149,7 @@ def test_a_packed_run_with_images_resumes_bitwise(start, tmp_path):
 @pytest.mark.parametrize(("family", "engine"), [("gemma3_vision", "llm"), ("qwen3_vl", "static"), ("qwen3_vl", "llm")])
 def test_engines_and_families_agree_with_the_trainer_and_a_frozen_tower_stays(start, tmp_path, family, engine):
     environment, first = write_prompts(tmp_path / "prompts"), start(family)
-    frozen = {"optimizer": {**OPTIMIZER, "groups": {"vision/**": {"frozen": True}}}}
+    frozen = {"optimizer": {**OPTIMIZER, "groups": {"vision": {"frozen": True}}}}
     data = {"engine": engine, "row_images": 2}
     run = build(config(tmp_path / "run", first, environment, data=data, **frozen))
     batches = keep_batches(run)

@@ -207,6 +207,21 @@ def test_grpo_learns_to_add_though_it_is_killed(folder):
 
 
 @pytest.mark.slow
+def test_grpo_learns_to_count_shapes_in_pictures(folder):
+    """The sequence of examples/count.yaml: the reward on held-out pictures rises from a few supervised steps on."""
+    subprocess.run([sys.executable, EXAMPLES / "count.py"], check=True)
+    run("count_chat.yaml")
+    evaluated = [sys.executable, "-m", "stack_core", "rl", "evaluate", EXAMPLES / "count.yaml", "runs/count-chat"]
+    before = json.loads(subprocess.run([*evaluated, "--json"], check=True, stdout=subprocess.PIPE).stdout)
+    assert 0.3 < before["correct"] < 0.75
+    run("count.yaml")
+    correct = [each["correct"] for each in evaluations("runs/count")]
+    assert max(correct) >= 0.85 and correct[-1] >= before["correct"] + 0.1
+    steps = [json.loads(line) for line in Path("runs/count/metrics.jsonl").read_text().splitlines()]
+    assert max(each["largest_mismatch"] for each in steps if each["kind"] == "train") < 1e-4
+
+
+@pytest.mark.slow
 def test_distillation_from_a_teacher_needs_fewer_samples_than_rewards(folder):
     once("add_chat")
     run("add_chat.yaml", "run.steps=300", "output=runs/add-teacher")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stack_core.abi.errors import DataError
+from stack_core.abi.generation import PromptImage
 from stack_rl.contracts import Trajectory
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.groups import Group, Ledger
@@ -52,12 +53,32 @@ def test_a_group_is_read_as_it_was_written():
     assert Group.from_bytes(1, Group(1, 4, "", [None]).to_bytes()).newest == 4
 
 
+def test_the_images_of_a_group_are_written_once_and_read_as_they_were():
+    grid = PromptImage(1, 2, np.arange(6, dtype=np.uint8).reshape(2, 3), b"one", "axes", (1, 2))
+    square = PromptImage(0, 4, np.full((50, 50, 3), 7, np.uint8), b"two", "whole")
+    attempts = [
+        replace(trajectory(), images=(grid, square)),
+        None,
+        replace(trajectory(), images=(replace(square, start=2),)),
+    ]
+    written = Group(7, 2, "abcd", attempts).to_bytes()
+    assert 7500 < len(written) < 2 * 7500
+    first, _, last = Group.from_bytes(7, written).trajectories
+    for ours, theirs in zip((first, last), (attempts[0], attempts[2]), strict=True):
+        same(ours, theirs)
+        for read, image in zip(ours.images, theirs.images, strict=True):
+            assert (read.start, read.tokens, read.digest) == (image.start, image.tokens, image.digest)
+            assert (read.layout, read.grid, read.pixels.dtype) == (image.layout, image.grid, np.uint8)
+            assert read.pixels.tolist() == image.pixels.tolist()
+
+
 def test_a_group_of_a_journal_without_later_fields_has_their_defaults():
     group = Group(7, 2, "abcd", [replace(trajectory(7), action_starts=(1,), parsed="5", is_cut=True)])
     line, newline, arrays = group.to_bytes().partition(b"\n")
     head = json.loads(line)
-    for name in ("is_cut", "limit_tokens", "action_starts", "parsed"):
+    for name in ("is_cut", "limit_tokens", "action_starts", "parsed", "images"):
         del head["trajectories"][0][name]
+    del head["images"]
     (read,) = Group.from_bytes(7, json.dumps(head).encode() + newline + arrays).trajectories
     same(read, group.trajectories[0])
     assert (read.is_cut, read.limit_tokens, read.action_starts, read.parsed) == (False, None, (), None)

@@ -14,9 +14,9 @@ from flax import nnx
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
+from stack_core.text.images import SeesImages
 from stack_train.models.encoder import Encoder
 from stack_train.models.encoder_decoder import EncoderDecoder
-from stack_train.vision.reader import SeesImages
 
 ELSEWHERE = {
     "name": "the registry is chosen by it",

@@ -1,13 +1,13 @@
 """The record of an episode's tokens: a prefix tree, stored as its branches."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int16
 
-from stack_core.abi.generation import GenerationUpdate
+from stack_core.abi.generation import GenerationUpdate, PromptImage
 
 __all__ = ["Branch", "join_experts", "laid_out"]
 
@@ -23,6 +23,7 @@ class Branch:
       temperatures: temperature of each action; empty if all have the run's.
       experts: experts of the first tokens, each [mixtures, active], if they are replayed. A token has those of the
         first action after it, or of its own action, which sampled with them.
+      images: images of the observed tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -34,10 +35,17 @@ class Branch:
     action_starts: list[int] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)
+    images: list[PromptImage] = field(default_factory=list)
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Appends tokens that the policy did not sample, or whose sampling is not trained."""
+    def observe(self, tokens: Sequence[int], images: Sequence[PromptImage] = ()) -> None:
+        """Appends tokens that the policy did not sample, or whose sampling is not trained.
+
+        Args:
+          tokens: the tokens.
+          images: images of the tokens, whose places count from the first of them.
+        """
         count = len(tokens)
+        self.images += [replace(each, start=each.start + len(self.tokens)) for each in images]
         self.tokens += tokens
         self.sampled += [False] * count
         self.logprobs += [0.0] * count
@@ -76,7 +84,7 @@ def laid_out(branches: Sequence[Branch]) -> Mapping[str, Any]:
     candidates = joined("candidates")
     counts = np.asarray([len(each) for each in candidates], np.int32)
     flat = np.asarray([token for each in candidates for token in each], np.int32)
-    pairs = zip(starts, branches, strict=False)
+    pairs = list(zip(starts, branches, strict=False))
     return {
         "tokens": np.asarray(joined("tokens"), np.int32),
         "sampled": np.asarray(joined("sampled"), bool),
@@ -85,6 +93,7 @@ def laid_out(branches: Sequence[Branch]) -> Mapping[str, Any]:
         "rewards": np.asarray(joined("rewards"), np.float32),
         "candidates": (counts, flat) if counts.any() else None,
         "experts": _laid_out_experts(branches),
+        "images": tuple(replace(image, start=start + image.start) for start, each in pairs for image in each.images),
         "action_starts": tuple(start + place for start, each in pairs for place in each.action_starts),
         "action_temperatures": tuple(joined("temperatures")),
         "branch_starts": tuple(starts[:-1]),

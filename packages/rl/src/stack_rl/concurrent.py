@@ -170,7 +170,7 @@ class ConcurrentPlayer:
 
         settings = {"seed": seed, "seq_tokens": self._seq_tokens, "experts": self._experts}
         sampling = sampling_for(episode, self._policy_sampling, **settings)
-        request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
+        request = episode.request(name, sampling)
         while True:
             try:
                 self._engine.submit(request, receive)

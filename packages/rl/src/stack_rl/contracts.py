@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from stack_core.abi.formats import GenerativeCheckpoint
-    from stack_core.abi.generation import FinishReason
+    from stack_core.abi.generation import FinishReason, PromptImage
     from stack_rl.requests import EpisodeRequests
 
 __all__ = [
@@ -40,11 +40,13 @@ class Observation:
       tokens: tokens appended to the episode; in the first observation, the prompt.
       max_tokens: maximum number of tokens of the next action.
       stop_tokens: tokens that end the next action, in addition to the model's end tokens.
+      images: images of the tokens in order, whose places count from the first of these tokens.
     """
 
     tokens: tuple[int, ...]
     max_tokens: int
     stop_tokens: tuple[int, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,8 @@ class Tasks(Protocol):
 class EnvironmentKind(Protocol):
     """A config class in the registry `environments`.
 
-    An attribute `plays_itself = True` says that its episodes may play themselves, see `PlaysItself`.
+    The attribute `plays_itself = True` marks environments whose episodes may play themselves, see `PlaysItself`, and
+    `has_images = True` environments whose observations always have images.
 
     Attributes:
       name: key of the class in the registry.
@@ -173,6 +176,7 @@ class Completion:
       is_finished: True if the policy ended the answer, False if a token limit did.
       record: other fields of the task's record, such as the reference answer.
       prompt_tokens: tokens of the prompt.
+      images: images of the prompt.
     """
 
     prompt: str
@@ -181,6 +185,7 @@ class Completion:
     is_finished: bool
     record: Mapping[str, Any]
     prompt_tokens: tuple[int, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +234,7 @@ class Trajectory:
         int32[tokens] with the number per token, and int32[...] with the candidates of all tokens concatenated.
       experts: int16[tokens, mixtures, active], experts that the sampler's mixtures chose for each token, or -1 if
         unknown, as for the last token of a branch; None unless they are replayed.
+      images: images of the observations, in order of their places.
     """
 
     group: int
@@ -249,6 +255,7 @@ class Trajectory:
     facts: Mapping[str, float] = field(default_factory=dict)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
     experts: np.ndarray | None = None
+    images: Sequence[PromptImage] = ()
 
     @property
     def is_unfinished(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EnvironmentFailed, StackError
-from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, PromptImage, SamplingParams
 from stack_core.runtime.spans import record_span, spans_recorded
 from stack_rl.branches import Branch, join_experts, laid_out
 from stack_rl.contracts import Action, Environment, Observation, PlaysItself, StepResult, Tasks, Trajectory, Verdict
@@ -94,6 +94,11 @@ class Episode:
             self.branches[0].tokens if len(self.branches) == 1 else [t for each in self.branches for t in each.tokens]
         )
 
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        """Images of the tokens of an episode with a single branch."""
+        return tuple(self.branches[0].images)
+
     def begin(self, observation: Observation, seq_tokens: int) -> None:
         """Appends the prompt.
 
@@ -102,7 +107,9 @@ class Episode:
         """
         self.show(observation, seq_tokens)
         if self.observation is None:
-            raise ValueError(f"no room for an action in data.seq_tokens: {seq_tokens}")
+            shown = sum(image.tokens for image in observation.images)
+            of_images = f", whose prompt of {len(observation.tokens)} has {shown} of images" if shown else ""
+            raise ValueError(f"no room for an action in data.seq_tokens: {seq_tokens}{of_images}")
 
     def show(self, observation: Observation | None, seq_tokens: int) -> None:
         """Appends an observation. If it leaves no room for an action, the episode ends as truncated."""
@@ -112,7 +119,11 @@ class Episode:
         if len(self.tokens) + len(observation.tokens) >= seq_tokens:  # an action needs at least one more token
             self.observation, self.is_truncated = None, True
             return
-        self.branches[0].observe(observation.tokens)
+        self.branches[0].observe(observation.tokens, observation.images)
+
+    def request(self, name: str, sampling: SamplingParams) -> GenerationRequest:
+        """Returns the request of the next action."""
+        return GenerationRequest(request_id=name, prompt=tuple(self.tokens), sampling=sampling, images=self.images)
 
     def act(self, update: GenerationUpdate, seq_tokens: int) -> None:
         """Appends the policy's action."""
@@ -328,7 +339,7 @@ class Player:
             sampling = sampling_for(episode, policy_sampling, **settings)
             name = f"rollout-{self._requests}"
             self._requests += 1
-            request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
+            request = episode.request(name, sampling)
             self._submit(request, submitted)
             submitted.append((episode, name))
         self._receive(submitted, count=len(submitted))

@@ -9,6 +9,7 @@ import numpy as np
 from stack_core.abi.data import IGNORED_TARGET, Shapes
 from stack_core.abi.errors import DataError
 from stack_rl.contracts import Trajectory
+from stack_rl.episode_images import lay_out_images
 from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, kl_to_go, overlong, whitened_tokens
 from stack_rl.math.weights import token_weights
 from stack_rl.objectives.policy import PolicyConfig
@@ -106,7 +107,7 @@ def batch_of(
       sampling: sampling settings of the episodes; AS_MODEL for greedy ones.
 
     Raises:
-      DataError: the number of a token's candidates exceeds the batch's maximum.
+      DataError: the number of a token's candidates, or of an episode's images, exceeds the batch's maximum.
     """
     batch = {name: np.zeros(each.shape, each.dtype) for name, each in shapes.items()}
     batch["targets"][:] = IGNORED_TARGET
@@ -122,6 +123,7 @@ def batch_of(
     for row, trajectory in zip(there, found, strict=True):
         _lay_out(batch, int(row), trajectory, version)
         lay_out_parts(batch, int(row), trajectory)
+        lay_out_images(batch, int(row), trajectory)
     if "old_logprobs" in batch:
         batch["old_logprobs"][:] = batch["behaviour_logprobs"]
     groups = _groups(found)

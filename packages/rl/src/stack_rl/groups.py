@@ -4,12 +4,13 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from stack_core.abi.errors import DataError
+from stack_core.abi.generation import PromptImage
 from stack_rl.choosing import Memory
 from stack_rl.contracts import Trajectory
 
@@ -68,14 +69,19 @@ class Group:
     def to_bytes(self) -> bytes:
         """Serializes the group as a line of JSON followed by the arrays of each trajectory."""
         there = [each for each in self.trajectories if each is not None]
+        # The attempts at a task have the same images.
+        images = {image.digest: image for each in there for image in each.images}
         head = {
             "version": self.version,
             "batch": self.batch,
             "digest": self.digest,
             "dropped": [each is None for each in self.trajectories],
-            "trajectories": [_plain(each) for each in there],
+            "images": [_plain_image(each) for each in images.values()],
+            "trajectories": [_plain(each, list(images)) for each in there],
         }
-        return b"".join([json.dumps(head).encode(), b"\n", *(part for each in there for part in _buffers(each))])
+        pixels = (np.ascontiguousarray(each.pixels).tobytes() for each in images.values())
+        parts = (part for each in there for part in _buffers(each))
+        return b"".join([json.dumps(head).encode(), b"\n", *pixels, *parts])
 
     @classmethod
     def from_bytes(cls, number: int, written: bytes) -> "Group":
@@ -83,7 +89,8 @@ class Group:
         line, _, rest = written.partition(b"\n")
         head = json.loads(line)
         buffers = _Buffers(rest)
-        there = iter([buffers.trajectory(each) for each in head["trajectories"]])
+        images = [buffers.image(each) for each in head.get("images", ())]  # missing in journals of earlier versions
+        there = iter([buffers.trajectory(each, images) for each in head["trajectories"]])
         trajectories = [None if dropped else next(there) for dropped in head["dropped"]]
         return cls(number, head["version"], head["digest"], trajectories, head["batch"])
 
@@ -120,8 +127,14 @@ def _buffers(trajectory: Trajectory) -> Iterator[bytes]:
         yield np.asarray(trajectory.experts, "<i2").tobytes()
 
 
-def _plain(trajectory: Trajectory) -> dict[str, Any]:
+def _plain_image(image: PromptImage) -> dict[str, Any]:
+    plain = {"tokens": image.tokens, "layout": image.layout, "grid": image.grid, "digest": image.digest.hex()}
+    return {**plain, "shape": image.pixels.shape}
+
+
+def _plain(trajectory: Trajectory, images: Sequence[bytes]) -> dict[str, Any]:
     return {
+        "images": [[images.index(image.digest), image.start] for image in trajectory.images],
         "count": len(trajectory.tokens),
         "candidates": None if trajectory.candidates is None else len(trajectory.candidates[1]),
         "experts": None if trajectory.experts is None else trajectory.experts.shape,
@@ -137,12 +150,19 @@ class _Buffers:
     rest: bytes
     _place: int = 0
 
-    def trajectory(self, head: Mapping[str, Any]) -> Trajectory:
+    def image(self, head: Mapping[str, Any]) -> PromptImage:
+        """Reads an image, whose place in a trajectory is not known yet."""
+        pixels = self._take(math.prod(head["shape"]), "u1").reshape(head["shape"])
+        grid = None if head["grid"] is None else tuple(head["grid"])
+        return PromptImage(0, head["tokens"], pixels, bytes.fromhex(head["digest"]), head["layout"], grid)
+
+    def trajectory(self, head: Mapping[str, Any], images: Sequence[PromptImage]) -> Trajectory:
         arrays: dict[str, Any] = {name: self._take(head["count"], dtype) for name, dtype in _ARRAYS.items()}
         if head["candidates"] is not None:
             arrays["candidates"] = self._take(head["count"], "<i4"), self._take(head["candidates"], "<i4")
         if (shape := head.get("experts")) is not None:  # journals of earlier versions lack the key
             arrays["experts"] = self._take(math.prod(shape), "<i2").reshape(shape)
+        arrays["images"] = tuple(replace(images[number], start=start) for number, start in head.get("images", ()))
         return Trajectory(facts=head["facts"], **{name: head[name] for name in _PLAIN if name in head}, **arrays)
 
     def _take(self, count: int, dtype: str) -> np.ndarray:

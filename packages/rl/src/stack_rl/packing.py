@@ -9,6 +9,7 @@ from jaxtyping import Int64, Shaped
 
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.text.packing import best_fit
+from stack_rl.episode_images import IMAGE_COUNTS, PACKED_IMAGES
 
 __all__ = ["PackedRows", "row_counts"]
 
@@ -52,25 +53,33 @@ class PackedRows:
     seq_tokens: int
 
     @classmethod
-    def plan(cls, segment_ids: Shaped[np.ndarray, "rows seq"], counts: Sequence[int]) -> "PackedRows":
+    def plan(
+        cls,
+        segment_ids: Shaped[np.ndarray, "rows seq"],
+        counts: Sequence[int],
+        images: tuple[Int64[np.ndarray, " rows"], int] | None = None,
+    ) -> "PackedRows":
         """Plans rows by best-fit decreasing; see `stack_core.text.packing.best_fit`.
 
         Args:
           segment_ids: at the tokens of each sequence, which begin their row, its segments from 1; 0 in padding.
           counts: numbers of rows that the packed batch may have besides the rows of the padded one.
+          images: number of images of each sequence, and the maximum of a row; None without images.
         """
         lengths = np.count_nonzero(segment_ids, axis=1).astype(np.int64)
         there = np.flatnonzero(lengths)
         order, offsets = best_fit(lengths[there], segment_ids.shape[1])
-        order = there[order]
-        needed, padded = len(offsets) - 1, len(segment_ids)
+        order, padded = there[order], len(segment_ids)
+        of_rows = [order[first:end] for first, end in itertools.pairwise(offsets)]
+        if images is not None:
+            of_rows = [part for row in of_rows for part in _divided(row, *images)]
+        needed = len(of_rows)
         # With one sequence per row, all sequences fit.
         rows = min(count for count in (*counts, padded) if count >= needed)
-        of_rows = [order[first:end] for first, end in itertools.pairwise(offsets)]
         before = lambda sizes: np.cumsum(sizes) - sizes
         return cls(
             order=order,
-            rows=np.repeat(np.arange(needed), np.diff(offsets)),
+            rows=np.repeat(np.arange(needed), [len(each) for each in of_rows]),
             starts=_joined(before(lengths[each]) for each in of_rows),
             segments=_joined(1 + before(segment_ids[each].max(axis=1).astype(np.int64)) for each in of_rows),
             lengths=lengths[order],
@@ -84,7 +93,12 @@ class PackedRows:
         In arrays of rows, `real` becomes the number of sequences of a row, and other arrays their mean over the row's
         sequences, so that means weighted by `real` stay the same. Dropped episodes are counted in the first row.
         """
-        return {name: self._pack_array(name, array) for name, array in batch.items()}
+        return {
+            name: self._pack_images(array, batch[IMAGE_COUNTS][:, PACKED_IMAGES[name]])
+            if name in PACKED_IMAGES
+            else self._pack_array(name, array)
+            for name, array in batch.items()
+        }
 
     def unpack(self, array: Shaped[np.ndarray, "rows seq"]) -> Shaped[np.ndarray, "padded_rows seq"]:
         """Returns an array of packed rows as an array of the padded batch, with 0 in padding."""
@@ -97,9 +111,23 @@ class PackedRows:
         found = np.full((self.shape[0], *array.shape[1:]), _PADDING.get(name, 0), array.dtype)
         if array.ndim == 1:
             return self._pack_rows(name, array, found)
+        if name == IMAGE_COUNTS:
+            np.add.at(found, self.rows, array[self.order])
+            return found
         for sequence, row, start, segment, count in self._places():
             moved = segment - 1 if name == "segment_ids" else 0
             found[row, start : start + count] = array[sequence, :count] + moved if moved else array[sequence, :count]
+        return found
+
+    def _pack_images(
+        self, array: Shaped[np.ndarray, "padded_rows entries ..."], counts: Shaped[np.ndarray, " padded_rows"]
+    ) -> Shaped[np.ndarray, "rows entries ..."]:
+        """Returns the first `counts` entries of each sequence, one sequence after another."""
+        found, used = np.zeros((self.shape[0], *array.shape[1:]), array.dtype), np.zeros(self.shape[0], np.int64)
+        for sequence, row, *_ in self._places():
+            first, end = used[row], used[row] + counts[sequence]
+            found[row, first:end] = array[sequence, : counts[sequence]]
+            used[row] = end
         return found
 
     def _pack_rows(self, name: str, array: np.ndarray, found: np.ndarray) -> np.ndarray:
@@ -122,3 +150,17 @@ class PackedRows:
 
 def _joined(parts: Iterable[Int64[np.ndarray, " part"]]) -> Int64[np.ndarray, " sequences"]:
     return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _divided(
+    row: Int64[np.ndarray, " in_row"], images: Int64[np.ndarray, " rows"], limit: int
+) -> list[Int64[np.ndarray, " in_part"]]:
+    """Divides the sequences of a row into rows of at most `limit` images."""
+    parts, used = list[list[int]]([[]]), 0
+    for sequence in row.tolist():
+        if used + images[sequence] > limit:
+            parts.append([])
+            used = 0
+        parts[-1].append(sequence)
+        used += images[sequence]
+    return [np.asarray(part, np.int64) for part in parts]

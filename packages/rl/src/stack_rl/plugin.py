@@ -61,6 +61,7 @@ def stack_register_environments(registry: Registrar) -> None:
     registry.add("cell", "stack_rl.environments.cell:CellConfig")
     registry.add("sorting", "stack_rl.environments.sorting:SortingConfig")
     registry.add("prompts", "stack_rl.environments.prompts:PromptsConfig")
+    registry.add("count_shapes", "stack_rl.environments.count_shapes:CountShapesConfig")
     registry.add("tools", "stack_rl.environments.tools:ToolsConfig")
     registry.add("gymnasium", "stack_rl.environments.gymnasium:GymnasiumConfig")
     registry.add("agent", "stack_rl.environments.agent:AgentConfig")

@@ -14,13 +14,15 @@ from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.model_formats import open_for_generation
+from stack_core.text.images import image_reader_of
+from stack_rl.episode_images import IMAGE_INPUTS
 from stack_rl.objectives.policy import target_figures
 from stack_rl.objectives.sampled import SAMPLING_INPUTS
 from stack_rl.placing import ShardedCheckpoint
 
 __all__ = ["Reference", "ReferenceConfig"]
 
-_READ: Final = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", *SAMPLING_INPUTS)
+_READ: Final = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", *SAMPLING_INPUTS, *IMAGE_INPUTS)
 
 
 @config
@@ -78,6 +80,11 @@ class Reference:
         The reference's distribution is processed like the policy's when it sampled; see `sampled_figures`.
         """
         read = {name: batch[name] for name in _READ if name in batch}
+        if "pixels" in read and image_reader_of(self._model) is None:
+            raise DataError(
+                f"The episodes have images (data.row_images), but the reference {self._model.name} reads text only. "
+                "Name a run of a model like the policy in data.reference.source."
+            )
         return np.asarray(jax.device_get(self._scores(self._params, read)), np.float32)
 
     def _scored(self, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:

@@ -157,7 +157,7 @@ class EpisodeRequests:
         """
         requested, prompt = request.sampling, request.prompt
         reserved = {id(each.branch) for each in self._pending.values()}
-        continued = [each for each in self.branches if id(each) not in reserved and _continues(prompt, each)]
+        continued = [each for each in self.branches if id(each) not in reserved and _continues(request, each)]
         branch = max(continued, key=lambda each: len(each.tokens), default=None)
         used = sum(len(each.tokens) for each in self.branches)
         used += sum(each.reserved_tokens for each in self._pending.values())
@@ -243,7 +243,9 @@ class EpisodeRequests:
         pending.reserved_tokens -= before + (sampling.max_tokens or 0)
         if branch is None:
             self.branches.append(branch := Branch())
-        branch.observe(prompt[len(branch.tokens) :])
+        first = len(branch.tokens)
+        images = [image for image in pending.request.images if image.start >= first]
+        branch.observe(prompt[first:], [replace(image, start=image.start - first) for image in images])
         self.answers += 1
         if pending.is_trained:
             sampled = sum(sum(each.sampled) for each in self.branches)
@@ -263,9 +265,12 @@ class EpisodeRequests:
             pending.receive(GenerationUpdate(request_id=request_id, index=index, finish_reason="abort"))
 
 
-def _continues(prompt: Sequence[int], branch: Branch) -> bool:
-    count = len(branch.tokens)
-    return count <= len(prompt) and list(prompt[:count]) == branch.tokens
+def _continues(request: GenerationRequest, branch: Branch) -> bool:
+    """Returns whether the tokens and images of a branch begin a prompt."""
+    prompt, count = request.prompt, len(branch.tokens)
+    images = [(each.start, each.digest) for each in request.images if each.start < count]
+    is_same = images == [(each.start, each.digest) for each in branch.images]
+    return is_same and count <= len(prompt) and list(prompt[:count]) == branch.tokens
 
 
 def _is_trained(sampling: SamplingParams, run: PolicySampling) -> bool:

@@ -31,6 +31,7 @@ from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.engine_process import open_in_process
 from stack_rl.environments.records import files_digest
+from stack_rl.episode_images import IMAGE_COUNTS, IMAGE_INPUTS, check_image_data, image_shapes, images_per_row
 from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, OnFailure, Player
 from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited, update_batch
 from stack_rl.groups import Group, Ledger, trained_on
@@ -55,6 +56,7 @@ from stack_rl.updates import CurrentBatch, check_minibatches, mean_kl
 __all__ = ["PolicyRollouts", "RolloutBatches", "RolloutData", "RolloutIterator"]
 
 _SCORED = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", "experts", *SAMPLING_INPUTS)
+_SCORED = (*_SCORED, *IMAGE_INPUTS, IMAGE_COUNTS)
 _HELD_OUT = 1
 
 
@@ -119,6 +121,8 @@ class RolloutData:
       packed: True packs several episodes into a row for training and scoring, as segments that do not attend to each
         other. Batches then have fewer rows, and each new number of rows compiles another program, at most two per
         halving of the rows. Evaluation and `reference` are not packed.
+      row_images: maximum number of images per row of a batch, at least the images of an episode, for environments with
+        images. None is for text.
     """
 
     environment: Annotated[Any, Selected(registries.environments)]
@@ -145,6 +149,7 @@ class RolloutData:
     replay_groups: NonNegativeInt = 0
     routing_replay: bool = False
     packed: bool = False
+    row_images: PositiveInt | None = None
 
     moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -222,10 +227,16 @@ class PolicyRollouts:
 
     def spec(self, model: Any) -> Shapes:
         experts = mixture_sizes(model) if self.data.routing_replay else None
-        return self.shapes(self.data.batch_size // self.algorithm.minibatches, experts)
+        return self.shapes(self.data.batch_size // self.algorithm.minibatches, model, experts)
 
-    def shapes(self, rows: int, experts: tuple[int, int] | None = None) -> Shapes:
-        """Returns the shapes of a batch with a number of rows, and the `mixture_sizes` if experts are replayed."""
+    def shapes(self, rows: int, model: Any, experts: tuple[int, int] | None = None) -> Shapes:
+        """Returns the shapes of a batch.
+
+        Args:
+          rows: number of rows.
+          model: config of the policy.
+          experts: the `mixture_sizes` if experts are replayed.
+        """
         data = self.data
         candidates = data.max_candidates if data.policy_sampling.is_narrowed else 0
         more = {
@@ -235,7 +246,8 @@ class PolicyRollouts:
             "experts": experts,
         }
         shapes = batch_shapes(rows, data.seq_tokens, self.algorithm, sampling=data.policy_sampling, **more)
-        return {**shapes, **part_shapes(data.environment, rows)}
+        images = image_shapes(model, rows, data.seq_tokens, data.row_images)
+        return {**shapes, **part_shapes(data.environment, rows), **images}
 
     def work(self) -> tuple[str, int]:
         return "episodes", self.data.batch_size // self.algorithm.minibatches
@@ -258,12 +270,14 @@ class PolicyRollouts:
             raise registries.engines.unknown(data.engine)
         if data.routing_replay:
             _check_routing_replay(model, data)
+        check_image_data(model, data)
         if data.reference is not None:
             data.reference.check()
         data.environment.check(model)
 
     def build(self, *, seed: int, model: Any) -> "RolloutBatches":
-        return RolloutBatches(self, seed=seed, experts=mixture_sizes(model) if self.data.routing_replay else None)
+        experts = mixture_sizes(model) if self.data.routing_replay else None
+        return RolloutBatches(self, seed=seed, shapes=self.shapes(self.data.batch_size, model, experts))
 
 
 def _check_routing_replay(model: Any, data: RolloutData) -> None:
@@ -334,9 +348,9 @@ class _Policy:
 class RolloutBatches(PolicyBatches):
     """Batches of episodes played by the policy; see `PolicyBatches`."""
 
-    def __init__(self, config: PolicyRollouts, *, seed: int, experts: tuple[int, int] | None = None) -> None:
+    def __init__(self, config: PolicyRollouts, *, seed: int, shapes: Shapes) -> None:
         self._config, self._data, self._algorithm = config, config.data, config.algorithm
-        self._seed, self._share, self._experts = seed, Share(joined()), experts
+        self._seed, self._share, self._shapes = seed, Share(joined()), shapes
         # Groups of another number of processes are divided in another way.
         count = self._share.processes.count
         self._settings = config.data.draw_digest if count == 1 else f"{count}-{config.data.draw_digest}"
@@ -495,7 +509,7 @@ class RolloutBatches(PolicyBatches):
             if "skipped_updates" in current.arrays:
                 current.arrays["skipped_updates"][:] = skipped
         update = current.take()
-        return PackedRows.plan(update["segment_ids"], self._row_counts).pack(update) if self._data.packed else update
+        return self._plan(update).pack(update) if self._data.packed else update
 
     def _exceeds_target_kl(self, current: CurrentBatch) -> bool:
         """Compares the policy's divergence, on the rows of the next update, with `objective.target_kl`."""
@@ -605,8 +619,7 @@ class RolloutBatches(PolicyBatches):
         self, found: Sequence[Trajectory | None], version: int, sampling: PolicySampling
     ) -> dict[str, np.ndarray]:
         """Lays out trajectories as a batch, with the log-probabilities of the data's reference."""
-        shapes = self._config.shapes(self._data.batch_size, self._experts)
-        batch = batch_of(found, shapes=shapes, version=version, sampling=sampling)
+        batch = batch_of(found, shapes=self._shapes, version=version, sampling=sampling)
         if (reference := self._playing().reference) is not None:
             batch[REFERENCE_LOGPROBS] = reference.logprobs(batch)
         return batch
@@ -622,10 +635,13 @@ class RolloutBatches(PolicyBatches):
     def _scored(self, batch: Batch) -> Mapping[str, Any]:
         assert self._policy is not None, "update_weights has not been called"
         given = {name: batch[name] for name in _SCORED if name in batch}
-        plan = PackedRows.plan(batch["segment_ids"], self._row_counts) if self._data.packed else None
+        plan = self._plan(batch) if self._data.packed else None
         scores = self._policy.score(given if plan is None else plan.pack(given))
         names = [name for name in ("policy_logprobs", REFERENCE_LOGPROBS, "values") if name in scores]
         return {name: scores[name] if plan is None else plan.unpack(np.asarray(scores[name])) for name in names}
+
+    def _plan(self, batch: Batch) -> PackedRows:
+        return PackedRows.plan(batch["segment_ids"], self._row_counts, images_per_row(batch))
 
     @property
     def _version(self) -> int:

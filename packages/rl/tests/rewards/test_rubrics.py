@@ -167,7 +167,7 @@ def test_settings_of_pairwise_that_do_not_fit_are_refused():
 def test_the_names_of_rewards_that_a_check_refuses_are_no_error(tmp_path):
     rewards = ({"tolerance": 0.5}, {"name": "rubric", "criteria": None})
     data = RolloutData(environment=PromptsConfig(source=str(tmp_path / "none"), rewards=rewards), seq_tokens=4)
-    assert {"reward.", "reward.rubric"} < set(PolicyRollouts(data, GRPOConfig()).shapes(2))
+    assert {"reward.", "reward.rubric"} < set(PolicyRollouts(data, GRPOConfig()).shapes(2, None))
     with pytest.raises(ConfigError, match="without a name"):
         data.environment.check(None)
 
@@ -179,7 +179,9 @@ def test_the_parts_of_a_reward_are_rows_of_a_batch_and_so_metrics(tmp_path):
     assert reward_names(PromptsConfig(**fields)) == ["rubric", "right", "short", "brief", "neg", "run:runs/reward"]
     tools = ToolsConfig(**fields, tools=(brief,), step_rewards=(RubricConfig(criteria={"a": "exact"}),))
     assert reward_names(tools)[-2:] == ["step.rubric", "step.a"] and reward_names(object()) == []
-    shapes = PolicyRollouts(RolloutData(environment=PromptsConfig(**fields), seq_tokens=4), GRPOConfig()).shapes(2)
+    shapes = PolicyRollouts(RolloutData(environment=PromptsConfig(**fields), seq_tokens=4), GRPOConfig()).shapes(
+        2, None
+    )
     arrays = {"tokens": np.arange(3), "sampled": np.array([False, True, True]), "logprobs": np.zeros(3)}
     episode = Trajectory(
         group=0, task=0, **arrays, versions=np.zeros(3), rewards=np.zeros(3), facts={"right": 1.0, "brief": 0.25}

@@ -18,6 +18,7 @@ __all__ = [
     "ImageSize",
     "ReadImage",
     "ReadsImages",
+    "SeesImages",
     "data_of_url",
     "expand_images",
     "image_places",
@@ -136,6 +137,31 @@ class ReadsImages(Protocol):
     """
 
     images: ImageReader | None
+
+
+@runtime_checkable
+class SeesImages(Protocol):
+    """The config of a language model with images; see `Gemma3VisionConfig` and `Qwen3VLConfig`."""
+
+    @property
+    def image_tokens_of_prompts(self) -> Mapping[str, int | None]:
+        """Ids of the tokens that the reader writes, by the field of the config; the field is None until it is set."""
+        ...
+
+    def image_reader(self, texts: Mapping[str, str]) -> ImageReader | None:
+        """Returns the preprocessing of images; None if Pillow has no mode with this number of channels.
+
+        Args:
+          texts: text of each token of `image_tokens_of_prompts`.
+        """
+        ...
+
+    def image_arrays(self, row_images: int, seq_tokens: int) -> dict[str, Any]:
+        """Returns the arrays of a row's images in a batch, without the axis of rows.
+
+        They are "pixels" and, if images have a grid, "grids", each a `jax.ShapeDtypeStruct`.
+        """
+        ...
 
 
 def image_reader_of(checkpoint: Any) -> ImageReader | None:

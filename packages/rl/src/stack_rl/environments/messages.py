@@ -1,5 +1,6 @@
 """Adapter from conversations of messages to the token protocol of environments."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias, runtime_checkable
@@ -7,13 +8,16 @@ from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias, runtime_che
 from stack_core.abi.data import Tokenizer
 from stack_core.abi.errors import DataError
 from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import PromptImage
 from stack_core.text.chat_template import ChatTemplate
+from stack_core.text.images import ImageReader, ReadImage, expand_images, image_reader_of, place_images
 from stack_rl.contracts import Action, Observation, StepResult, Verdict
+from stack_rl.environments.image_parts import has_parts, read_parts
 
 __all__ = ["Conversation", "History", "Message", "MessageEnvironment", "Renderer", "Reply", "renderer_of"]
 
 Message: TypeAlias = Mapping[str, Any]
-"""A mapping with `role` ("system", "user", "assistant" or "tool") and `content`, a text."""
+"""A mapping with `role` ("system", "user", "assistant" or "tool") and `content`, a text or parts; see `read_parts`."""
 
 History = Literal["exact", "as_seen"]
 """Handling of chat templates that rewrite earlier turns: "exact" fails, "as_seen" keeps what the policy saw."""
@@ -62,24 +66,57 @@ class Conversation(Protocol):
 class Renderer:
     """Renders conversations with the model's chat template; without one, as plain text with one message per line.
 
+    Args:
+      tokenizer: tokenizer of the policy.
+      template: chat template of the policy.
+      tools: schemas of the tools.
+      reader: preprocessing of the policy's images; None for a policy of text.
+      max_tokens: maximum number of tokens of an episode, which an image must leave room in.
+
     Raises:
       DataError: there are tools, but the template does not support tools.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reader: ImageReader | None = None,
+        max_tokens: int = 0,
     ) -> None:
         if tools and (template is None or not template.reads_tools):
             raise DataError(
                 "The model's chat template has no place for tools. Describe them in a system message instead."
             )
         self._tokenizer, self._template, self._tools = tokenizer, template, tools
+        self._reader, self._max_tokens = reader, max_tokens
 
-    def text(self, messages: Sequence[Message], *, asks: bool = True) -> str:
-        """Renders messages, followed by the start of the policy's message if `asks`."""
+    async def read(self, messages: Sequence[Message]) -> tuple[list[Message], list[ReadImage]]:
+        """Reads the images of messages, in another thread; returns the messages for `text`, and the images.
+
+        Raises:
+          DataError: there are images, and the policy reads text only or has no chat template.
+          ChatTemplateError: a part of a content is not readable.
+        """
+        if not has_parts(messages):
+            return list(messages), []
+        found, images = await asyncio.to_thread(read_parts, messages, self._reader, max_tokens=self._max_tokens)
+        if images and self._template is None:
+            raise DataError("Images need a chat template, which writes their places; the tokenizer has none.")
+        return [*found], images
+
+    def text(self, messages: Sequence[Message], images: Sequence[ReadImage] = (), *, asks: bool = True) -> str:
+        """Renders messages with their images, followed by the start of the policy's message if `asks`."""
         if self._template is None:
             return "".join(f"{message['content']}\n" for message in messages if message["role"] != "assistant")
-        return self._template.render(messages, add_generation_prompt=asks, tools=self._tools)
+        found = self._template.render(messages, add_generation_prompt=asks, tools=self._tools)
+        return found if self._reader is None else expand_images(found, self._reader, [each.size for each in images])
+
+    def place(self, tokens: Sequence[int], images: Sequence[ReadImage]) -> tuple[PromptImage, ...]:
+        """Returns the places of images among the tokens of their messages."""
+        return () if self._reader is None else place_images(tokens, self._reader, images)
 
     def encode(self, text: str, *, begins: bool) -> tuple[int, ...]:
         """Encodes a text to tokens; `begins` marks the start of the prompt, which may need special tokens."""
@@ -89,6 +126,11 @@ class Renderer:
     def written(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, including the names of special tokens."""
         return b"".join(map(self._tokenizer.token_bytes, tokens)).decode(errors="replace")
+
+    def display_text(self, tokens: Sequence[int]) -> str:
+        """Decodes tokens for display, with one token for each image."""
+        token = None if self._reader is None else self._reader.token
+        return self.written([each for place, each in enumerate(tokens) if each != token or tokens[place - 1] != token])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, without special tokens."""
@@ -111,8 +153,9 @@ def renderer_of(policy: GenerativeCheckpoint, tools: Sequence[Mapping[str, Any]]
     if not policy.end_tokens:
         raise DataError("The tokenizer has no end token, so messages could not end. Set its eos_token.")
     source = policy.chat_template
-    template = None if source is None else ChatTemplate(source, policy.special_tokens)
-    return Renderer(policy.tokenizer, template, tools=tools)
+    reader = image_reader_of(policy)
+    template = None if source is None else ChatTemplate(source, policy.special_tokens, images=reader is not None)
+    return Renderer(policy.tokenizer, template, tools=tools, reader=reader, max_tokens=policy.max_positions)
 
 
 class MessageEnvironment:
@@ -143,13 +186,14 @@ class MessageEnvironment:
         self._conversation, self._renderer = conversation, renderer
         self._max_tokens, self._max_turns, self._history = max_tokens, max_turns, history
         self._messages: list[Message] = []
+        self._images: list[ReadImage] = []
         self._seen = ""
         self._turns = self._breaks = 0
 
     async def reset(self) -> Observation:
-        self._messages = list(await self._conversation.begin())
-        self._seen = self._renderer.text(self._messages)
-        return self._observed(self._renderer.encode(self._seen, begins=True))
+        self._messages, self._images = await self._renderer.read(list(await self._conversation.begin()))
+        self._seen = self._renderer.text(self._messages, self._images)
+        return self._observed(self._renderer.encode(self._seen, begins=True), self._images)
 
     async def step(self, action: Action) -> StepResult:
         is_finished = action.finish_reason == "stop"
@@ -160,16 +204,18 @@ class MessageEnvironment:
         outcome = {"reward": reply.reward, "verdict": reply.verdict, "parsed": reply.parsed}
         if not reply.messages or self._turns >= self._max_turns:
             return StepResult(**outcome, facts={**facts, "prefix_breaks": float(self._breaks)})
-        shown = self._renderer.encode(self._behind(action, text, reply.messages), begins=False)
-        return StepResult(**outcome, facts=facts, observation=self._observed(shown))
+        replies, images = await self._renderer.read(reply.messages)
+        shown = self._renderer.encode(self._behind(action, text, replies, images), begins=False)
+        return StepResult(**outcome, facts=facts, observation=self._observed(shown, images))
 
     async def close(self) -> None:
         await self._conversation.close()
 
-    def _observed(self, tokens: tuple[int, ...]) -> Observation:
-        return Observation(tokens=tokens, max_tokens=self._max_tokens)
+    def _observed(self, tokens: tuple[int, ...], images: Sequence[ReadImage]) -> Observation:
+        placed = self._renderer.place(tokens, images)
+        return Observation(tokens=tokens, max_tokens=self._max_tokens, images=placed)
 
-    def _behind(self, action: Action, text: str, replies: Sequence[Message]) -> str:
+    def _behind(self, action: Action, text: str, replies: Sequence[Message], images: Sequence[ReadImage]) -> str:
         """Returns the template's text after the policy's message, up to its next one.
 
         Raises:
@@ -178,7 +224,8 @@ class MessageEnvironment:
         if self._renderer.is_plain:
             return "\n" + self._renderer.text(replies)
         self._messages += [{"role": "assistant", "content": text}, *replies]
-        whole = self._renderer.text(self._messages)
+        self._images = [*self._images, *images]
+        whole = self._renderer.text(self._messages, self._images)
         # Most templates write the end token after a message, so compare with it included first. Without it, the
         # message was cut off by a token limit, or the template ends messages with other text.
         for seen in (self._seen + self._renderer.written(action.tokens), self._seen + text):
@@ -189,12 +236,15 @@ class MessageEnvironment:
             raise ValueError(_break(self._seen + self._renderer.written(action.tokens), whole))
         self._breaks += 1
         self._seen = whole
-        return self._render_standalone(text, action, replies)
+        return self._render_standalone(text, action, replies, images)
 
-    def _render_standalone(self, text: str, action: Action, replies: Sequence[Message]) -> str:
+    def _render_standalone(
+        self, text: str, action: Action, replies: Sequence[Message], images: Sequence[ReadImage]
+    ) -> str:
         """Returns the template's text after a message, taken from a short stand-in conversation."""
         any_other = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        before, after = self._renderer.text(any_other, asks=False), self._renderer.text([*any_other, *replies])
+        before = self._renderer.text(any_other, asks=False)
+        after = self._renderer.text([*any_other, *replies], images)
         if not after.startswith(before):
             raise ValueError(_break(before, after))
         # Text that the template writes after the content of a message, such as its end token.

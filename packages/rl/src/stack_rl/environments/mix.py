@@ -107,6 +107,11 @@ class MixConfig:
         """Whether episodes of an environment play themselves."""
         return any(getattr(each.environment, "plays_itself", False) for each in self.environments)
 
+    @property
+    def has_images(self) -> bool:
+        """Whether episodes of an environment have images."""
+        return any(getattr(each.environment, "has_images", False) for each in self.environments)
+
     def check(self, model: Any) -> None:
         if self.curriculum is None:
             _block_groups(_shares([each.weight for each in self.environments]))

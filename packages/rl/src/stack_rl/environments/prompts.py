@@ -1,7 +1,9 @@
 """`environment.name: prompts`: single answers to prompts, scored by rewards."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,18 +11,26 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.data import Tokenizer
-from stack_core.abi.errors import ChatTemplateError, DataError
+from stack_core.abi.errors import ChatTemplateError, DataError, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import PromptImage
+from stack_core.text.images import data_of_url, expand_images, image_reader_of, place_images, take_images
 from stack_rl.contracts import Action, Completion, Environment, Observation, Reward, StepResult, Tasks
+from stack_rl.environments.image_parts import require_reader
 from stack_rl.environments.records import Record, read_records
 from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, as_weighted, check_reward, resolved, total_score
 
 __all__ = ["PromptsConfig"]
 
+_READ_PROMPTS = 64  # prompts whose images are kept for other attempts
+
 
 @config
 class PromptsConfig:
     """Prompts from JSONL files: each record has a `prompt`, a text or a list of messages, and fields for the rewards.
+
+    The content of a message is a text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image_url",
+    "image_url": {"url": ...}}`. A URL is a data URL, or the path of a file relative to its JSONL file.
 
     An episode is one answer, which ends with the model's end token or after `max_tokens`. Its reward is the weighted
     sum of `rewards`; each of them is also reported as a fact under its name.
@@ -87,10 +97,13 @@ class PromptsConfig:
 
 @dataclass(frozen=True)
 class _Prompt:
+    """A tokenized prompt; `images` reads its images."""
+
     name: str
     text: str
     tokens: tuple[int, ...]
     record: Mapping[str, Any]
+    images: Callable[[], tuple[PromptImage, ...]] = tuple
 
 
 def _stop_token(tokenizer: Tokenizer, text: str) -> int:
@@ -107,7 +120,14 @@ def _encoder(policy: GenerativeCheckpoint, tokenizer: Tokenizer) -> Callable[[st
     """Returns a function that encodes a record's prompt, with the chat template if it holds messages."""
     from stack_core.text.chat_template import ChatTemplate  # loads Jinja
 
-    template = None if policy.chat_template is None else ChatTemplate(policy.chat_template, policy.special_tokens)
+    reader, template = image_reader_of(policy), None
+    if policy.chat_template is not None:
+        template = ChatTemplate(policy.chat_template, policy.special_tokens, images=reader is not None)
+
+    @functools.lru_cache(_READ_PROMPTS)
+    def read(urls: tuple[str, ...], tokens: tuple[int, ...]) -> tuple[PromptImage, ...]:
+        assert reader is not None
+        return place_images(tokens, reader, [reader.read(_contents(url)) for url in urls])
 
     def encode(name: str, record: Mapping[str, Any]) -> _Prompt:
         rest = {key: value for key, value in record.items() if key != "prompt"}
@@ -118,13 +138,41 @@ def _encoder(policy: GenerativeCheckpoint, tokenizer: Tokenizer) -> Callable[[st
             raise DataError(
                 f"{name} holds messages, but the tokenizer has no chat template. Write the prompt as a text."
             )
+        urls = list[str]()
+
+        def load(url: str) -> bytes:
+            folder = Path(name.rpartition(":")[0]).parent
+            urls.append(url if url.startswith("data:") else str(folder / Path(url).expanduser()))
+            return _contents(urls[-1])
+
         try:
-            text = template.render(prompt, **template.options_of(record))
+            messages, files = take_images(prompt, load)
+            # Pixels are read again by the episodes, because the images of all prompts may not fit in memory.
+            sizes = [require_reader(reader).measure(each) for each in files]
+            text = template.render(messages, **template.options_of(record))
+            text = expand_images(text, require_reader(reader), sizes) if files else text
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{name}: {error}", parameter=error.parameter) from error
-        return _Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)), rest)
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
+        tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+        return _Prompt(name, text, tokens, rest, functools.partial(read, tuple(urls), tokens) if urls else tuple)
 
     return encode
+
+
+def _contents(url: str) -> bytes:
+    """Returns the contents of a data URL or a file.
+
+    Raises:
+      GenerationError: the URL is malformed, or the file cannot be read.
+    """
+    if url.startswith("data:"):
+        return data_of_url(url)
+    try:
+        return Path(url).read_bytes()
+    except OSError as error:
+        raise GenerationError(f"{url} cannot be read: {error}.") from error
 
 
 class _Prompts:
@@ -165,7 +213,12 @@ class _Episode:
     stop_tokens: tuple[int, ...]
 
     async def reset(self) -> Observation:
-        return Observation(tokens=self.prompt.tokens, max_tokens=self.max_tokens, stop_tokens=self.stop_tokens)
+        return Observation(
+            tokens=self.prompt.tokens,
+            max_tokens=self.max_tokens,
+            stop_tokens=self.stop_tokens,
+            images=self.prompt.images(),
+        )
 
     async def step(self, action: Action) -> StepResult:
         is_finished = action.finish_reason == "stop"
@@ -176,6 +229,7 @@ class _Episode:
             is_finished=is_finished,
             record=self.prompt.record,
             prompt_tokens=self.prompt.tokens,
+            images=self.prompt.images(),
         )
         score = await total_score(self.rewards, completion)
         return StepResult(reward=score.value, verdict=score.verdict, facts=score.facts, parsed=score.parsed)

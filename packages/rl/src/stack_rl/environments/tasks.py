@@ -44,7 +44,7 @@ class ListedTasks(Generic[R]):
         return self._label((self._evaluation if held_out else self._training)[task])
 
     def text(self, tokens: tuple[int, ...]) -> str:
-        return self._renderer.written(tokens)
+        return self._renderer.display_text(tokens)
 
 
 class SeededTasks:
@@ -73,4 +73,4 @@ class SeededTasks:
         return f"{self._label} {'held out ' if held_out else ''}{task}"
 
     def text(self, tokens: tuple[int, ...]) -> str:
-        return self._renderer.written(tokens)
+        return self._renderer.display_text(tokens)

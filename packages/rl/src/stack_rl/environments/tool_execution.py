@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from stack_core.abi.errors import EnvironmentFailed
 from stack_rl.environments.tool_functions import Tool
+from stack_rl.environments.tool_results import ToolResult, as_content
 from stack_rl.threads import Threads
 
 __all__ = ["EpisodeTools", "ProcessExecution", "ThreadExecution", "ToolExecution", "ToolFailed", "ToolTimedOut"]
@@ -40,8 +41,8 @@ class ToolTimedOut(ToolFailed):
 class EpisodeTools(Protocol):
     """The tools of one episode, with their state."""
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Returns the result of a call as text.
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Returns the result of a call as the content of a message.
 
         Raises:
           ToolFailed: the tool raised, ended its process or exceeded its time limit, after which its state is lost.
@@ -63,17 +64,17 @@ def _timed_out(name: str, limit_s: float, *, loses_state: bool) -> ToolTimedOut:
     return ToolTimedOut(f"{name!r} did not return within {limit_s:g} s{lost}.")
 
 
-def _caught(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str | Exception:
-    """Returns a result as text or the exception, which may be a TimeoutError of the tool's own."""
+def _caught(function: Callable[..., Any], arguments: Mapping[str, Any]) -> ToolResult | Exception:
+    """Returns a result as the content of a message, or the exception, which may be a TimeoutError of the tool's own."""
     try:
-        return str(function(**arguments))
+        return as_content(function(**arguments))
     except Exception as error:  # tools are user code and may raise any exception
         return error
 
 
-async def _caught_async(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str | Exception:
+async def _caught_async(function: Callable[..., Any], arguments: Mapping[str, Any]) -> ToolResult | Exception:
     try:
-        return str(await function(**arguments))
+        return as_content(await function(**arguments))
     except Exception as error:  # tools are user code and may raise any exception
         return error
 
@@ -101,7 +102,7 @@ class _ThreadEpisode:
     execution: ThreadExecution
     _instances: dict[type, Any] = field(default_factory=dict)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         tool, limit_s = self.execution.tools[name], self.execution.limit_s
         try:
             function = tool.function if tool.owner is None else getattr(self._instance(tool.owner), name)
@@ -240,7 +241,7 @@ class _ProcessEpisode:
         self._execution, self._number = execution, next(_EPISODES)
         self._process: _Process | None = None
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         execution = self._execution
         async with execution.place:
             process = self._process or await execution.process()

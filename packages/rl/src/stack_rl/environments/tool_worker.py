@@ -18,6 +18,8 @@ import socket
 import sys
 from typing import Any
 
+from stack_rl.environments.tool_results import ToolResult, as_content
+
 
 def main() -> None:
     """Serves calls until the trainer closes the socket."""
@@ -61,13 +63,13 @@ def _serve(channel: socket.socket, runner: asyncio.Runner) -> None:
 
 def _call(
     tool: tuple[Any, bool], name: str, arguments: dict[str, Any], instances: dict[Any, Any], runner: asyncio.Runner
-) -> str:
+) -> ToolResult:
     target, is_method = tool
     if is_method:
         if target not in instances:
             instances[target] = target()
         target = getattr(instances[target], name)
-    return str(_value(target(**arguments), runner))
+    return as_content(_value(target(**arguments), runner))
 
 
 def _value(found: Any, runner: asyncio.Runner) -> Any:

@@ -27,6 +27,7 @@ from stack_rl.environments.tool_execution import (
     ToolTimedOut,
 )
 from stack_rl.environments.tool_functions import Tool, read_tools
+from stack_rl.environments.tool_results import ToolResult
 from stack_rl.rewards.weighted import WeightedReward, as_weighted, check_reward, resolved, total_score
 from stack_rl.threads import Threads
 
@@ -38,10 +39,10 @@ class ToolsConfig:
     """Prompts from JSONL files, as for `prompts`, and functions that the policy may call before its answer.
 
     A message with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls functions; their results follow as
-    messages with the role "tool". If the chat template shows another format of the registry `tool_parsers`, whose
-    markers are not special tokens, calls have this format. A message without a call is the answer, which `rewards`
-    score. Malformed calls, exceptions of a function and an exceeded time limit are reported to the policy, and the
-    episode continues.
+    messages with the role "tool". A result is a text, or an image if a function returns an image of Pillow. If the chat
+    template shows another format of the registry `tool_parsers`, whose markers are not special tokens, calls have this
+    format. A message without a call is the answer, which `rewards` score. Malformed calls, exceptions of a function and
+    an exceeded time limit are reported to the policy, and the episode continues.
 
     A class is a tool with state: its public methods are tools, and each episode has an instance, which is created
     without arguments at the first call. A method `close` is called at the end of the episode.
@@ -166,8 +167,8 @@ class _ToolConversation:
         facts = {**score.facts, **self._facts}
         return Reply(reward=score.value, verdict=score.verdict, facts=facts, parsed=score.parsed)
 
-    async def _called(self, call: ToolCall) -> str:
-        """Executes a call and returns its result as text; errors of the call become text for the policy."""
+    async def _called(self, call: ToolCall) -> ToolResult:
+        """Executes a call and returns its result; errors of the call become text for the policy."""
         try:
             arguments = json.loads(call.arguments)
             if call.name not in self.names:

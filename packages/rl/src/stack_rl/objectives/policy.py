@@ -19,6 +19,7 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import LanguageModel, Outputs
 from stack_core.abi.objectives import Objective
+from stack_rl.episode_images import image_inputs
 from stack_rl.math import corrections
 from stack_rl.math.kl import corrected, estimator_in_loss
 from stack_rl.math.policy import log_ratio
@@ -339,7 +340,7 @@ class PolicyObjective(Objective):
         if self.config.scores_policy:
             found["policy_logprobs"] = sampled_figures(model.head(), outputs.hidden, batch).logprobs
         if self.config.has_reward_kl and "reference" in auxiliary:
-            found["reference_logprobs"] = target_figures(auxiliary["reference"], _without_experts(batch)).logprobs
+            found["reference_logprobs"] = _reference_figures(auxiliary["reference"], batch).logprobs
         if self.config.has_critic:
             found["values"] = auxiliary["critic"](outputs.hidden)
         return {name: each.astype(jnp.float32) for name, each in found.items()}
@@ -353,7 +354,7 @@ class PolicyObjective(Objective):
         if self.config.reference == OF_DATA:
             return batch["reference_logprobs"].astype(batch["behaviour_logprobs"].dtype)
         assert reference is not None, "an auxiliary model of this objective"
-        return target_figures(reference, _without_experts(batch)).logprobs
+        return _reference_figures(reference, batch).logprobs
 
 
 class TargetFigures(NamedTuple):
@@ -368,18 +369,29 @@ class TargetFigures(NamedTuple):
 def target_figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropies: bool = False) -> TargetFigures:
     """Computes log-probabilities, and optionally entropies, of the targets as they were sampled; see `sampled_figures`.
 
-    The logits of a whole batch are never in memory. A batch with `experts` is computed by these experts.
+    The logits of a whole batch are never in memory. A batch with `experts` is computed by these experts, and a batch
+    with images with their pixels.
     """
-    outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **replayed_experts(batch))
+    given = {**replayed_experts(batch), **image_inputs(batch)}
+    outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **given)
     dtype = batch["behaviour_logprobs"].dtype
     logprobs, found = sampled_figures(model.head(), outputs.hidden, batch, entropies=entropies)
     entropy = None if found is None else found.astype(dtype)
     return TargetFigures(outputs.hidden, logprobs.astype(dtype), entropy, outputs.facts)
 
 
-def _without_experts(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns a batch for another model than the policy, whose routers choose for themselves."""
-    return {name: array for name, array in batch.items() if name != "experts"}
+def _reference_figures(reference: LanguageModel, batch: Mapping[str, jax.Array]) -> TargetFigures:
+    """Computes `target_figures` of another model than the policy, whose routers choose for themselves.
+
+    Raises:
+      ConfigError: the batch has images, and the model reads text only.
+    """
+    if image_inputs(batch) and not hasattr(reference, "image_features"):
+        raise ConfigError(
+            "The episodes have images (data.row_images), but the model in objective.reference reads text only. Name a "
+            "run of a model like the policy."
+        )
+    return target_figures(reference, {name: array for name, array in batch.items() if name != "experts"})
 
 
 def _routing_mismatch(statistics: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> Metrics:

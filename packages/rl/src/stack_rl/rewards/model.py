@@ -91,6 +91,10 @@ class ModelReward:
             )
 
     async def __call__(self, completion: Completion) -> float:
+        if completion.images:
+            raise DataError(
+                f"The prompt has images, and the reward model {self.address} reads text only. Choose another reward."
+            )
         answer = completion.tokens[:-1] if completion.is_finished else completion.tokens
         found = asyncio.get_running_loop().create_future()
         self._waiting.append(((*completion.prompt_tokens, *answer), found))

@@ -12,6 +12,7 @@ from jax.interpreters import partial_eval
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
 from stack_core.runtime.tree_paths import path_name
+from stack_core.text.image_prompts import axis_positions
 from stack_core.text.images import ImageReader, image_places
 
 __all__ = [
@@ -117,23 +118,8 @@ def step_images(rows: Sequence[Any], features: FeatureRows) -> StepImages:
             numbers = np.flatnonzero((inside >= 0) & (inside < row.tokens))
             places[inside[numbers]] = features[image][numbers]
             ahead[inside[numbers]] = image.tokens - 1 - numbers
-        parts.append((places, ahead, _positions(row.sequence.images, row.start, row.tokens)))
+        parts.append((places, ahead, axis_positions(row.sequence.images, row.start, row.tokens)))
     return StepImages(*map(np.concatenate, zip(*parts, strict=True)))
-
-
-def _positions(images: Iterable[PromptImage], start: int, tokens: int) -> np.ndarray:
-    """Returns the positions of the tokens from place `start` on, int32[tokens, 3]; see `PromptImage.grid`."""
-    places = np.arange(start, start + tokens)
-    found = np.repeat(places[:, None], 3, axis=1)
-    for image in images:
-        if image.grid is not None and image.layout == "axes":
-            offset = places - image.start
-            inside = (offset >= 0) & (offset < image.tokens)
-            row, column = np.divmod(offset[inside], image.grid[1])
-            # The positions of an image begin at the position of its first token.
-            found[inside] += np.stack([0 * row, row, column], axis=1) - offset[inside, None]
-            found[offset >= image.tokens] -= image.tokens - max(image.grid)
-    return found.astype(np.int32)
 
 
 def feature_shape(checkpoint: GenerativeCheckpoint, reader: ImageReader) -> Any:

@@ -1,21 +1,20 @@
 """Limits of an engine, and the validation of requests before they are queued."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from stack_core.abi.caches import Recurrent
 from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.generation import GenerationRequest, PromptImage, SamplingParams
+from stack_core.abi.generation import GenerationRequest, SamplingParams
 from stack_core.chips.memory import free_bytes
 from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import MOST_LOGPROBS
 from stack_core.ops.sampling.sampling import MOST_BIASES, MOST_STOP_TOKENS
+from stack_core.text.image_prompts import check_images
 from stack_core.text.images import ImageReader, image_reader_of
 from stack_serve.llm.cache import empty_layers, supports_shared_pool
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
@@ -126,7 +125,7 @@ class Limits:
     def check(self, request: GenerationRequest) -> None:
         """Raises a GenerationError that names the parameter if the request cannot be served."""
         self._check_prompt(request)
-        self._check_images(request)
+        check_images(request, self.image_reader)
         self._check_sampling(request.sampling)
         if request.timeout_s is not None and not request.timeout_s > 0:  # also rejects NaN
             raise GenerationError(f"timeout_s={request.timeout_s}: expected a positive time.", parameter="timeout_s")
@@ -172,17 +171,6 @@ class Limits:
                 parameter="max_tokens",
             )
 
-    def _check_images(self, request: GenerationRequest) -> None:
-        if request.images and self.image_reader is None:
-            raise GenerationError("The model reads text only. Leave the images out.", parameter="images")
-        # The last token of a prompt is computed like a generated one.
-        begin, end = 0, len(request.prompt) - 1
-        for number, image in enumerate(request.images):
-            assert self.image_reader is not None
-            if problem := _image_problem(self.image_reader, image, begin, end):
-                raise GenerationError(f"Image {number + 1} of {len(request.images)} {problem}", parameter="images")
-            begin = image.end
-
     def _check_sampling(self, sampling: SamplingParams) -> None:
         self._check_count("n", sampling.n, _MOST_CONTINUATIONS, "continuations")
         max_logprobs = min(MOST_LOGPROBS, self.vocab_size)
@@ -221,38 +209,6 @@ class Limits:
     def _check_count(self, name: str, count: int, maximum: int, unit: str) -> None:
         if count > maximum:
             raise GenerationError(f"{name}: {count} {unit} were requested; the maximum is {maximum}.", parameter=name)
-
-
-def _image_problem(reader: ImageReader, image: PromptImage, begin: int, end: int) -> str | None:
-    """Returns the problem of an image, whose tokens are expected between two places of the prompt."""
-    if problem := _grid_problem(reader, image):
-        return problem
-    expected = reader.sizes[-1] if image.grid is None else math.prod(image.grid)
-    if image.tokens != expected or image.start < begin or image.end > end:
-        return (
-            f"has tokens {image.start} to {image.end}; expected {expected} tokens in {begin} to "
-            f"{end}, after the previous image and before the last token. Correct its place."
-        )
-    shape, dtype = getattr(image.pixels, "shape", None), getattr(image.pixels, "dtype", None)
-    if shape != reader.shape(expected) or dtype != np.uint8:
-        return (
-            f"has pixels of dtype {dtype} and shape {shape}; expected uint8 and {reader.shape(expected)}, as "
-            "ImageReader.read returns them."
-        )
-    return None
-
-
-def _grid_problem(reader: ImageReader, image: PromptImage) -> str | None:
-    if reader.has_grids and image.grid is None:
-        return "has no grid. Give the rows and columns of its tokens, as ImageReader.read returns them."
-    if image.grid is not None and not reader.has_grids:
-        return f"has grid={image.grid}; images of this model have one size. Leave the grid out."
-    if image.layout != reader.layout:
-        return f"has layout={image.layout!r}; expected {reader.layout!r}. Place it with place_images."
-    most = reader.sizes[-1]
-    if image.grid is not None and not (min(image.grid) > 0 and math.prod(image.grid) <= most):
-        return f"has grid={image.grid}; expected 1 to {most} tokens. Read it with the model's ImageReader."
-    return None
 
 
 def _keeps_prefixes(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> bool:

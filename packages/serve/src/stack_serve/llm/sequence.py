@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stack_core.abi.generation import PromptImage
+from stack_core.text.image_prompts import position_shift
 
 __all__ = ["Sequence"]
 
@@ -86,5 +87,4 @@ class Sequence:
 
     def position_shift(self, place: int) -> int:
         """Returns the difference between a place outside of images and the position of its token."""
-        earlier = [image for image in self.images if image.start < place and image.layout == "axes"]
-        return sum(image.tokens - max(image.grid) for image in earlier if image.grid)
+        return position_shift(self.images, place)

@@ -23,10 +23,10 @@ from stack_core.abi.mesh import DEFAULT_RULES, AnyMesh, LogicalAxes
 from stack_core.ops.building import is_quantized
 from stack_core.runtime.gathering import place_copies
 from stack_core.text.embeddings import EmbeddingSettings, TextEncoder
-from stack_core.text.images import ImageReader
+from stack_core.text.images import ImageReader, SeesImages
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generation.embedding_settings import read_encoder_settings
-from stack_train.vision.reader import SeesImages, image_reader
+from stack_train.vision.reader import image_reader
 
 __all__ = ["ModuleCheckpoint", "ReadsSource", "generative_checkpoint", "parameters_of"]
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from stack_core.abi.generation import (
     FinishReason,
     GenerationRequest,
     GenerationUpdate,
+    PromptImage,
     RequestTimes,
     SamplingParams,
     TokenLogprob,
@@ -40,7 +41,10 @@ from stack_core.ops.sampling.sampling import (
 )
 from stack_core.runtime.tree_paths import path_name
 from stack_core.text.detokenize import IncrementalDetokenizer
+from stack_core.text.image_prompts import check_images
+from stack_core.text.images import image_reader_of
 from stack_core.text.sources import check_continues
+from stack_train.generation.prompt_images import image_inputs, image_tokens_of
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
 
@@ -94,10 +98,10 @@ class StaticEngine(Engine):
     """An `Engine` for small models with static batching: each batch runs until its last row has finished.
 
     Prompts and caches are padded to powers of two to limit the number of programs. In a batch, a long prompt of several
-    continuations, such as a group of rollouts, is prefilled once. Nothing is kept between batches. The engine does not
-    support paging or streaming within a continuation: each continuation is a single update.
-    It samples with `stack_core.ops.sampling.sampling`, and rejects requests with stop texts or with log-probabilities
-    of tokens other than the sampled ones.
+    continuations, such as a group of rollouts, is prefilled once, and an image of several prompts is encoded once.
+    Nothing is kept between batches. The engine does not support paging or streaming within a continuation: each
+    continuation is a single update. It samples with `stack_core.ops.sampling.sampling`, and rejects requests with stop
+    texts or with log-probabilities of tokens other than the sampled ones.
 
     A request without `receive` is computed on the thread that calls `stream`, together with all requests submitted
     earlier. With a single thread, batches and tokens therefore depend only on the order of calls, bit for bit.
@@ -111,6 +115,7 @@ class StaticEngine(Engine):
     def __init__(self, checkpoint: GenerativeCheckpoint, config: StaticEngineConfig | None = None) -> None:
         check_continues(checkpoint)
         self._checkpoint, self._config = checkpoint, StaticEngineConfig() if config is None else config
+        self._reader = image_reader_of(checkpoint)
         self._params = checkpoint.load_params()
         self._rows = self._config.rows
         self._version = 0
@@ -123,7 +128,7 @@ class StaticEngine(Engine):
         self._is_started = self._is_closed = False
         self._thread: threading.Thread | None = None
         self._counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "compilations": 0}
-        self._programs: set[tuple[int, int, int, bool, bool]] = set()
+        self._programs: set[tuple[Any, ...]] = set()
         self._running = 0
 
     def expect(self, continuations: int) -> None:
@@ -266,6 +271,7 @@ class StaticEngine(Engine):
                 f"The prompt has tokens outside of the vocabulary, 0 to {self._checkpoint.vocab_size - 1}.",
                 parameter="prompt",
             )
+        check_images(request, self._reader)
         return free if sampling.max_tokens is None else min(sampling.max_tokens, free)
 
     def _check_tokens(self, name: str, tokens: Sequence[int], limit: int) -> None:
@@ -328,7 +334,7 @@ class StaticEngine(Engine):
         most = max(tokens + each.limit for tokens, each in zip(prompts, batch, strict=True))
         capacity = self._bucket(most, _SMALLEST_CAPACITY)
         try:
-            distinct = len({each.work.request.prompt for each in batch})
+            distinct = len({_prompt_name(each) for each in batch})
             count = min(each for each in self._prompt_counts(bucket) if each >= distinct)
             found = self._compute(batch, bucket, capacity, count)
         except Exception as error:  # A failure on the device ends only the requests of this batch.
@@ -355,21 +361,22 @@ class StaticEngine(Engine):
         """Runs one batch; padding rows have a limit of 0 tokens and finish immediately."""
         candidates = any(each.work.request.sampling.candidates for each in batch)
         experts = any(each.work.request.sampling.experts for each in batch)
+        rows = self._filled_rows(batch, bucket, prompts)
         # Mirrors the cache of `jax.jit`, which does not report compilations.
-        if (program := (bucket, capacity, prompts, candidates, experts)) not in self._programs:
+        pixels = rows["images"]["pixels"].shape if "images" in rows else None
+        if (program := (bucket, capacity, prompts, candidates, experts, pixels)) not in self._programs:
             self._programs.add(program)
             self._counts["compilations"] += 1
         self._counts["steps"] += 1
-        rows = self._filled_rows(batch, bucket, prompts)
         reported = {"candidates": candidates, "experts": experts}
         return jax.device_get(self._generate(self._params, rows, capacity=capacity, **reported))
 
-    def _filled_rows(self, batch: Sequence[_Continuation], bucket: int, prompts: int) -> dict[str, np.ndarray]:
+    def _filled_rows(self, batch: Sequence[_Continuation], bucket: int, prompts: int) -> dict[str, Any]:
         """Returns the inputs of `_run_rows`; with fewer prompts than rows, each distinct prompt has one place."""
         rows, stops = self._rows, [self._stops(each.work.request.sampling) for each in batch]
         # A power of two, because every width of this array compiles one more program.
         most = 1 << max([len(each) for each in stops] + [1]).bit_length()
-        arrays = {
+        arrays: dict[str, Any] = {
             "prompts": np.zeros((prompts, bucket), np.int32),
             # Padding needs a valid last position.
             "prompt_lengths": np.ones(prompts, np.int32),
@@ -379,11 +386,15 @@ class StaticEngine(Engine):
             "settings": np.tile(SamplingSettings.greedy_row().packed(), (rows, 1)),
         }
         seeds: list[tuple[int, int]] = []
-        places: dict[Sequence[int], int] = {}
+        places: dict[Hashable, int] = {}
+        with_images: dict[Hashable, tuple[Sequence[int], tuple[PromptImage, ...]]] = {}
         for row, each in enumerate(batch):
             prompt, seed = each.work.request.prompt, each.work.request.sampling.seed
             seeds.append((int(np.random.default_rng().integers(1 << 63)) if seed is None else seed, each.index))
-            place = places.setdefault(prompt, len(places)) if prompts < rows else row
+            name = _prompt_name(each) if prompts < rows else row
+            place = places.setdefault(name, len(places))
+            if each.work.request.images:
+                with_images[name] = prompt, each.work.request.images
             arrays["prompts"][place, : len(prompt)], arrays["prompt_lengths"][place] = prompt, len(prompt)
             arrays["prompt_of_row"][row] = place
             arrays["stops"][row, : len(stops[row])] = stops[row]
@@ -394,6 +405,8 @@ class StaticEngine(Engine):
             end_tokens=self._checkpoint.end_tokens,
             prompt_tokens=[len(each.work.request.prompt) for each in batch],
         )
+        if with_images and self._reader is not None:
+            arrays["images"] = image_inputs(self._reader, with_images, places, shape=(prompts, bucket))
         return arrays
 
     def _stops(self, sampling: SamplingParams) -> list[int]:
@@ -401,7 +414,7 @@ class StaticEngine(Engine):
         return sorted({*own, *sampling.stop_tokens})
 
     def _run_rows(
-        self, params: Any, rows: dict[str, jax.Array], *, capacity: int, candidates: bool, experts: bool
+        self, params: Any, rows: dict[str, Any], *, capacity: int, candidates: bool, experts: bool
     ) -> dict[str, jax.Array]:
         """Generates the continuations of all rows, in one program.
 
@@ -426,11 +439,15 @@ class StaticEngine(Engine):
         last = (rows["prompt_lengths"] - 1)[:, None]
         # Padding repeats the last position, because dynamic and longrope scaling depend on a row's largest one.
         positions = jnp.minimum(jnp.arange(bucket), last)
-        outputs = model(rows["prompts"], positions, cache=empty.expecting(rows["prompt_lengths"]))
+        images, prompt_of_row = rows.get("images"), rows["prompt_of_row"]
+        given: dict[str, Any] = {} if images is None else {"images": image_tokens_of(model, images)}
+        # After images with positions in several directions, positions fall behind places.
+        shift = 0 if images is None else images["shift"][prompt_of_row]
+        outputs = model(rows["prompts"], positions, cache=empty.expecting(rows["prompt_lengths"]), **given)
         hidden = jnp.take_along_axis(outputs.hidden, last[..., None], axis=1)
         cache: Any = outputs.cache
-        prompt_of_row = rows["prompt_of_row"]
-        rows = {**rows, "tokens": rows["prompts"], "lengths": rows["prompt_lengths"]}
+        rows = {name: each for name, each in rows.items() if name != "images"}
+        rows |= {"tokens": rows["prompts"], "lengths": rows["prompt_lengths"]}
         if prompts < count:
             layers = jax.tree.map(lambda leaf: leaf[:, prompt_of_row], cache.layers)
             cache = DenseKVCache(layers, cache.lengths[prompt_of_row])
@@ -456,7 +473,7 @@ class StaticEngine(Engine):
             # A row that has finished may be at the end of the cache.
             last = jnp.minimum(rows["lengths"] + place, capacity) - 1
             tokens = jnp.take_along_axis(found["history"], last[:, None], axis=1)
-            outputs = model(tokens, cache.lengths[:, None], cache=cache)
+            outputs = model(tokens, (cache.lengths - shift)[:, None], cache=cache)
             if experts:
                 of_token = _experts_of(outputs)[:, 0]
                 found = {**found, "experts": found["experts"].at[jnp.arange(count), last].set(of_token)}
@@ -553,6 +570,12 @@ def _experts_of(outputs: Outputs) -> Int16[Array, "rows seq mixtures active"]:
     if "experts" not in outputs.facts:
         raise GenerationError("The model has no mixtures of experts to report. Leave experts out.", parameter="experts")
     return jnp.moveaxis(outputs.facts["experts"], 0, 2).astype(jnp.int16)
+
+
+def _prompt_name(each: _Continuation) -> Hashable:
+    """Returns the tokens and the images of a continuation's prompt, to find equal ones."""
+    request = each.work.request
+    return request.prompt, tuple((image.start, image.digest) for image in request.images)
 
 
 def _deadline_s(work: _Work) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.abi.caches import KVCache
@@ -29,7 +29,7 @@ from stack_train.models.vision_decoder import NestedFamily, VisionConfigMap
 from stack_train.models.weight_map import WeightRule
 from stack_train.nn.linear import Linear
 from stack_train.nn.residual import Norm
-from stack_train.vision.image_tokens import place_features
+from stack_train.vision.image_tokens import place_features, without_others
 from stack_train.vision.preprocessor import read_square_preprocessor, write_square_preprocessor
 from stack_train.vision.reader import MODES
 from stack_train.vision.siglip import Siglip, SiglipConfig, read_siglip, siglip_rules, write_siglip
@@ -149,12 +149,14 @@ class Gemma3Vision(Decoder):
         *,
         images: ImageTokens | None = None,
         pixels: UInt8[Array, "batch images side side channels"] | None = None,
+        image_mask: Bool[Array, "batch seq"] | None = None,
     ) -> Outputs:
         """Returns the normalized hidden states, see `Decoder`.
 
         Args:
           tokens, positions, segment_ids, cache, images: see `Decoder`.
           pixels: images of each row, in the order of its image tokens, padded to the same number.
+          image_mask: the tokens of these images; None for all tokens with their id.
 
         Raises:
           ArgumentError: both `pixels` and `images`, or `image_token` is not set.
@@ -166,7 +168,7 @@ class Gemma3Vision(Decoder):
                 raise ArgumentError("The model has no image_token. Set model.image_token to the id of that token.")
             features = self.image_features(pixels.reshape(-1, *pixels.shape[2:]))
             features = features.reshape(*pixels.shape[:2], *features.shape[1:])
-            images = place_features(features, tokens, self.image_token)
+            images = place_features(features, without_others(tokens, image_mask), self.image_token)
         return super().__call__(tokens, positions, segment_ids, cache, images=images)
 
     def image_features(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from stack_core.abi.caches import KVCache
 from stack_core.abi.errors import ArgumentError, ConversionError
@@ -14,6 +14,7 @@ from stack_train.models.decoder import Decoder
 from stack_train.models.family import DecoderFamily
 from stack_train.models.reader import ConfigMap, Reader
 from stack_train.models.weight_map import WeightRule
+from stack_train.vision.image_tokens import without_others
 
 __all__ = ["NestedFamily", "VisionConfigMap", "VisionDecoder"]
 
@@ -23,7 +24,7 @@ class VisionDecoder(Decoder):
 
     image_token: int | None
 
-    def __call__(
+    def __call__(  # noqa: PLR0913  the arrays of a batch
         self,
         tokens: Int[Array, "batch seq"],
         positions: Int[Array, "batch seq"],
@@ -33,6 +34,7 @@ class VisionDecoder(Decoder):
         images: ImageTokens | None = None,
         pixels: UInt8[Array, "batch patches values"] | None = None,
         grids: Int[Array, "batch images 2"] | None = None,
+        image_mask: Bool[Array, "batch seq"] | None = None,
         experts: Int[Array, "batch seq mixtures active"] | None = None,
     ) -> Outputs:
         """Returns the normalized hidden states, see `Decoder`.
@@ -41,6 +43,7 @@ class VisionDecoder(Decoder):
           tokens, positions, segment_ids, cache, images, experts: see `Decoder`.
           pixels: patches of the images of each row, in the order of its image tokens; see the tower.
           grids: rows and columns of tokens of each of these images, 0 for padding.
+          image_mask: the tokens of these images; None for all tokens with their id.
 
         Raises:
           ArgumentError: both `pixels` and `images`, one of `pixels` and `grids`, or `image_token` is not set.
@@ -53,7 +56,7 @@ class VisionDecoder(Decoder):
             if self.image_token is None:
                 raise ArgumentError("The model has no image_token. Set model.image_token to the id of that token.")
             features = self.image_features(pixels, grids)
-            images = self.place(features, tokens, positions, grids, self.image_token)
+            images = self.place(features, without_others(tokens, image_mask), positions, grids, self.image_token)
         tokens = self.embedded_tokens(tokens)
         return super().__call__(tokens, positions, segment_ids, cache, images=images, experts=experts)
 

@@ -15,6 +15,8 @@ __all__ = ["scores"]
 
 # 64 MiB of float32 logits at a time.
 _MOST_LOGITS = 1 << 24
+# Only rollouts have these arrays: experts to replay, and images.
+_MODEL_INPUTS = ("experts", "pixels", "grids", "image_mask")
 
 
 def scores(
@@ -29,9 +31,8 @@ def scores(
     Args:
       more: computes additional scores from the model, its outputs and the batch.
     """
-    # Only rollouts of mixtures of experts may have experts to replay.
-    replayed: dict[str, Any] = {"experts": batch["experts"]} if "experts" in batch else {}
-    outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **replayed)
+    given: dict[str, Any] = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
+    outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **given)
     targets = batch["targets"]
     losses = model.head().cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, reduction="none")
     found = {"logprobs": -losses.astype(jnp.float32)}

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stack_core.abi.models import ImageTokens
 
-__all__ = ["count_later", "place_features"]
+__all__ = ["count_later", "place_features", "without_others"]
 
 
 def place_features(
@@ -42,3 +42,10 @@ def count_later(is_image: Bool[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     # The first later place that is not in the image.
     ends = lax.cummin(jnp.where(is_image, seq, places), axis=1, reverse=True)
     return jnp.where(is_image, ends - 1 - places, 0).astype(jnp.int32)
+
+
+def without_others(
+    tokens: Int[Array, "batch seq"], image_mask: Bool[Array, "batch seq"] | None
+) -> Int[Array, "batch seq"]:
+    """Replaces tokens outside of `image_mask` by -1, so that a sampled image token does not get features."""
+    return tokens if image_mask is None else jnp.where(image_mask, tokens, -1)

@@ -2,17 +2,15 @@
 
 import io
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
-
-import jax
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from stack_core.abi.errors import ConfigError, DataError
-from stack_core.text.images import ImageReader, ImageSize
+from stack_core.text.images import ImageReader, ImageSize, SeesImages
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion.grid import pillow, turn_upright
 
-__all__ = ["MODES", "SeesImages", "apply_to_image", "decode", "image_reader", "upright_size"]
+__all__ = ["MODES", "apply_to_image", "decode", "image_reader", "upright_size"]
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode of images with a number of channels."""
@@ -22,28 +20,6 @@ _TURNED = (5, 6, 7, 8)  # orientations that swap width and height
 
 Result = TypeVar("Result")
 _MOST_PIXELS = 2**26  # 256 MiB with the four bytes that Pillow takes for a pixel
-
-
-@runtime_checkable
-class SeesImages(Protocol):
-    """The config of a language model with images; see `Gemma3VisionConfig` and `Qwen3VLConfig`."""
-
-    @property
-    def image_tokens_of_prompts(self) -> Mapping[str, int | None]:
-        """Ids of the tokens that the reader writes, by the field of the config; the field is None until it is set."""
-        ...
-
-    def image_reader(self, texts: Mapping[str, str]) -> ImageReader | None:
-        """Returns the preprocessing of images; None if Pillow has no mode with this number of channels.
-
-        Args:
-          texts: text of each token of `image_tokens_of_prompts`.
-        """
-        ...
-
-    def image_arrays(self, row_images: int, seq_tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the arrays of a row's images in a batch, without the axis of rows."""
-        ...
 
 
 def image_reader(config: SeesImages, tokenizer: HuggingFaceTokenizer) -> ImageReader | None:

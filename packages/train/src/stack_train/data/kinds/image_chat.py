@@ -15,14 +15,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError, GenerationError
-from stack_core.text.images import ImageReader, ImageSize, ReadImage, data_of_url, take_images
+from stack_core.text.images import ImageReader, ImageSize, ReadImage, SeesImages, data_of_url, take_images
 from stack_train.data.conversations import Conversation, Tokenization
 from stack_train.data.examples import fitting
 from stack_train.data.files import expand_glob
 from stack_train.data.jsonl import jsonl_records
 from stack_train.data.kinds.chat import ChatBatches, ChatData, load_tokenizer
 from stack_train.data.kinds.text import check_positions, check_vocabulary, language_model_shapes
-from stack_train.vision.reader import SeesImages, image_reader
+from stack_train.vision.reader import image_reader
 
 __all__ = ["ImageChatData"]
 

@@ -72,7 +72,9 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("flux", "stack_train.diffusion.flux:FAMILY")
     registry.add("sd3", "stack_train.diffusion.sd3:FAMILY")
     registry.add("unet", "stack_train.diffusion.unet:FAMILY")
+    registry.add("wan", "stack_train.diffusion.wan:FAMILY")
     registry.add("autoencoder_kl", "stack_train.diffusion.autoencoder_kl:FAMILY")
+    registry.add("autoencoder_kl_wan", "stack_train.diffusion.autoencoder_kl_wan:FAMILY")
 
 
 @hookimpl

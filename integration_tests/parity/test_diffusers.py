@@ -471,6 +471,17 @@ SCHEDULERS = {
     "dpmpp_3m_whole": (diffusers.DPMSolverMultistepScheduler, {"solver_order": 3, "lower_order_final": False}),
     "dpmpp_2m_sde": (diffusers.DPMSolverMultistepScheduler, SDE),
     "dpmpp_2m_sde_heun": (diffusers.DPMSolverMultistepScheduler, {**SDE, "solver_type": "heun"}),
+    "unipc": (diffusers.UniPCMultistepScheduler, {}),
+    "unipc_to_min": (
+        diffusers.UniPCMultistepScheduler,
+        {"lower_order_final": False, "final_sigmas_type": "sigma_min", **LEADING},
+    ),
+    "unipc_karras": (diffusers.UniPCMultistepScheduler, {"use_karras_sigmas": True, **COSINE}),
+    "unipc_bounds": (
+        diffusers.UniPCMultistepScheduler,
+        {"use_exponential_sigmas": True, "sigma_min": 0.05, "sigma_max": 9.0, **TRAILING},
+    ),
+    "unipc_zero_snr": (diffusers.UniPCMultistepScheduler, ZERO_SNR),
     "dpmpp_3m_sde": (diffusers.DPMSolverMultistepScheduler, {**SDE, "solver_order": 3, "use_karras_sigmas": True}),
 }
 
@@ -513,6 +524,8 @@ def test_a_sampler_goes_the_way_of_diffusers(name, prediction, steps, tmp_path, 
     again = scheduler_class.from_pretrained(tmp_path / "again").config
     assert {key: again[key] for key in settings} == settings
     scheduler.set_timesteps(steps)
+    if read.sampler.name == "unipc":
+        scheduler.set_begin_index(0)  # otherwise it begins at the second of two equal timesteps
     shape = (2, 4, 4, 3)
     noise, added = np.split(np.random.default_rng(0).standard_normal((50, *shape)).astype(np.float32), [1])
     noise_of(monkeypatch, scheduler, added)
@@ -586,3 +599,32 @@ def test_a_flow_goes_the_way_of_diffusers(spacing, settings, pixels, tmp_path):
     ):
         x = scheduler.step(said(x, timestep.float(), torch), timestep, x).prev_sample
         np.testing.assert_allclose(ours, x.numpy(), atol=TOLERANCE, err_msg=f"step {step}")
+
+
+UNIPC_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+
+
+@pytest.mark.parametrize("steps", [2, STEPS, 50])
+@pytest.mark.parametrize(
+    "settings", [{"flow_shift": 3.0}, {"flow_shift": 5.0, "lower_order_final": False}, {"shift_terminal": 0.1}]
+)
+def test_unipc_goes_the_way_of_diffusers_in_a_flow(settings, steps, tmp_path):
+    scheduler = diffusers.UniPCMultistepScheduler(**UNIPC_FLOW, **settings)
+    scheduler.save_pretrained(tmp_path)
+    read = read_scheduler(tmp_path)
+    write_scheduler(tmp_path / "again", read)
+    assert read_scheduler(tmp_path / "again") == read
+    again = diffusers.UniPCMultistepScheduler.from_pretrained(tmp_path / "again").config
+    assert {key: again[key] for key in UNIPC_FLOW | settings} == UNIPC_FLOW | settings
+    scheduler.set_timesteps(steps)
+    noise = np.random.default_rng(0).standard_normal((2, 2, 4, 4, 3)).astype(np.float32)
+    sampler = replace(read.sampler, steps=steps)
+    table = table_of(sampler, levels_of(read.objective.schedule(1), sampler), "flow")
+    np.testing.assert_array_equal(table.rows[:, 0], scheduler.timesteps.numpy())
+    x, got = torch.tensor(noise), trajectory(table, jnp.asarray(noise))
+    for step, timestep in enumerate(scheduler.timesteps):
+        x = scheduler.step(said(x, timestep.float(), torch), timestep, x).prev_sample
+        # Without lower orders at the end, diffusers divides by the last level, which is 0.
+        if settings.get("lower_order_final", True) or step < steps - 1:
+            np.testing.assert_allclose(got[step], x.numpy(), atol=TOLERANCE, err_msg=f"step {step}")
+        assert np.isfinite(got[step]).all()

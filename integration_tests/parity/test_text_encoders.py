@@ -479,6 +479,86 @@ def test_stable_diffusion_3_makes_the_images_of_diffusers_and_is_opened_there_ag
     np.testing.assert_allclose(images_of(again), wanted, atol=1e-5)
 
 
+def wan_pipeline(tokenizers_of, scheduler):
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=4,
+        z_dim=3,
+        dim_mult=[1, 2, 2, 2],
+        num_res_blocks=1,
+        latents_mean=[0.3, -0.2, 0.1],
+        latents_std=[2.0, 0.5, 1.5],
+    )
+    transformer = diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=14,
+        in_channels=3,
+        out_channels=3,
+        text_dim=32,
+        freq_dim=16,
+        ffn_dim=40,
+        num_layers=2,
+    )
+    return diffusers.WanPipeline(
+        tokenizer=transformers.AutoTokenizer.from_pretrained(tokenizers_of / "t5", model_max_length=9),
+        text_encoder=drawn(of_umt5()[1]),
+        vae=drawn(vae),
+        scheduler=scheduler,
+        transformer=drawn(transformer),
+    )
+
+
+UNIPC = diffusers.UniPCMultistepScheduler(
+    prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
+)
+WAN = {
+    "unipc": (UNIPC, {"guidance_scale": 3.0}),
+    "unipc_negative": (UNIPC, {"guidance_scale": 2.0, "negative_prompt": "a  blue &amp;amp; sea"}),
+    "euler": (diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0), {"guidance_scale": 1.0}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", WAN)
+def test_wan_makes_the_videos_of_diffusers_and_is_opened_there_again(name, tokenizers_of, tmp_path):
+    scheduler, settings = WAN[name]
+    made = wan_pipeline(tokenizers_of, scheduler)
+    made.save_pretrained(tmp_path / "theirs")
+    default = open_images(f"hf:{tmp_path / 'theirs'}")
+    assert default.shape == (21, 60, 104, 3) and default.sampler.guidance == 5.0
+    opened = open_images(f"hf:{tmp_path / 'theirs'}", size=(32, 48), frames=9)
+    assert opened.config.text_tokens == 9 and opened.shape == (3, 4, 6, 3)
+    noise = np.random.default_rng(0).standard_normal((1, 3, 4, 6, 3)).astype(np.float32)
+
+    def videos_of(pipeline, output_type):
+        pipeline.set_progress_bar_config(disable=True)
+        latents = torch.tensor(np.moveaxis(noise, -1, 1))
+        size = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 6, "max_sequence_length": 9}
+        frames = pipeline("a red circle", latents=latents, output_type=output_type, **size, **settings).frames
+        return np.moveaxis(frames.numpy(), 1, -1) if output_type == "latent" else frames
+
+    sampler = opened.sampler.changed({"steps": 6, "guidance": settings["guidance_scale"]})
+    negative = [settings["negative_prompt"]] if "negative_prompt" in settings else None
+    condition = opened.condition(["a red circle"], sampler, negative=negative)
+    with jax.default_matmul_precision("highest"):
+        latents = opened._sampled(condition, 1, sampler, 0, noise=jnp.asarray(noise))
+        found = np.clip(np.asarray(opened.encoders.autoencoder.images_of(latents)) / 2 + 0.5, 0, 1)
+    wanted = videos_of(made, "latent")
+    assert wanted.std() > 0.1
+    np.testing.assert_allclose(latents, wanted, atol=TOLERANCE * max(1.0, np.abs(wanted).max()), rtol=0)
+    pixels = videos_of(made, "np")
+    assert pixels.std() > 0.01
+    np.testing.assert_allclose(found, pixels, atol=TOLERANCE)
+    save_pipeline(tmp_path / "ours", open_pipeline(tmp_path / "theirs"))
+    for part in ("transformer", "vae"):
+        before, after = (
+            load_file(tmp_path / each / part / "diffusion_pytorch_model.safetensors") for each in ("theirs", "ours")
+        )
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(tensor, after[each]) for each, tensor in before.items())
+    again = diffusers.WanPipeline.from_pretrained(tmp_path / "ours")
+    np.testing.assert_allclose(videos_of(again, "np"), pixels, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_diffusers_merges_a_lora_file_of_stable_diffusion_3_to_the_same_weights(tokenizers_of, tmp_path):
     made = stable_diffusion_3(tokenizers_of, t5_of=None)

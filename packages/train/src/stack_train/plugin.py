@@ -103,6 +103,7 @@ def stack_register_data(registry: Registrar) -> None:
     registry.add("images", "stack_train.data.kinds.images:ImagesData")
     registry.add("digits", "stack_train.data.kinds.digits:DigitsData")
     registry.add("captioned", "stack_train.data.kinds.captioned:CaptionedData")
+    registry.add("videos", "stack_train.data.kinds.videos:VideosData")
 
 
 @hookimpl

@@ -18,6 +18,7 @@ from stack_core.abi.errors import ConversionError
 from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, clip, dit, exchange, flux, sd3, t5, unet, wan
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.noise import DynamicShift
+from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.scheduler import read_scheduler
 from stack_train.variables.model_variables import ModelVariables, values_of
 
@@ -58,6 +59,8 @@ def test_a_published_config_is_that_of_a_model_of_its_size(name):
 def test_published_schedulers_are_read():
     shifts = [read_scheduler(FOLDER / name / "scheduler").objective.shift for name in ("FLUX.1-dev", "FLUX.1-schnell")]
     assert shifts == [DynamicShift(), 1.0]
+    wan_scheduler = read_scheduler(FOLDER / "Wan2.1-T2V-1.3B" / "scheduler")
+    assert (wan_scheduler.objective.shift, wan_scheduler.sampler) == (3.0, SamplerConfig(name="unipc"))
 
 
 def test_a_flux_that_predicts_other_channels_is_refused():

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import UInt8
@@ -16,7 +16,15 @@ from stack_train.data.cache import cached, digest_of
 from stack_train.data.files import stat_digest
 from stack_train.diffusion.grid import pillow, turn_upright
 
-__all__ = ["IMAGE_CHANNELS", "FileImages", "OnUnreadable", "read_images"]
+__all__ = [
+    "IMAGE_CHANNELS",
+    "FileImages",
+    "OnUnreadable",
+    "mode_of",
+    "read_images",
+    "report_unreadable",
+    "square_pixels",
+]
 
 _FORMAT = 2
 _MODES = {1: "L", 3: "RGB"}
@@ -32,7 +40,7 @@ OnUnreadable = Literal["error", "skip"]
 
 @dataclass(frozen=True)
 class FileImages:
-    """The images read from files.
+    """The images or videos read from files.
 
     Attributes:
       pixels: uint8 pixels of each image, memory-mapped.
@@ -40,7 +48,7 @@ class FileImages:
       unreadable: path of each file that could not be read as an image, with the reason.
     """
 
-    pixels: UInt8[np.ndarray, "images height width channels"]
+    pixels: UInt8[np.ndarray, "images *frames height width channels"]
     names: Sequence[str]
     unreadable: Sequence[str]
 
@@ -64,7 +72,7 @@ def read_images(
     """
     images = _read(files, size, _MODES[channels])
     if images.unreadable:
-        _report(images.unreadable, len(images.names), unreadable)
+        report_unreadable(images.unreadable, len(images.names), unreadable)
     if not images.names:
         raise DataError(f"{source} holds no image. Point data.source at files with some.")
     return images
@@ -102,13 +110,7 @@ def _decoded(files: Sequence[Path], size: int, mode: str) -> Iterator[tuple[Path
     for path in files:
         try:
             with image.open(path) as opened:
-                upright = turn_upright(opened)
-                side = min(upright.size)
-                left, top = ((length - side) // 2 for length in upright.size)
-                # Converted first, because colors of a palette cannot be averaged by index.
-                square = upright.convert(mode).crop((left, top, left + side, top + side))
-                small = square.resize((size, size), image.Resampling.LANCZOS)
-                yield path, np.asarray(small)
+                yield path, square_pixels(turn_upright(opened), size, mode)
         except (
             OSError,
             ValueError,
@@ -118,11 +120,25 @@ def _decoded(files: Sequence[Path], size: int, mode: str) -> Iterator[tuple[Path
             yield path, f"{type(error).__name__}: {error}"
 
 
-def _report(unreadable: Sequence[str], read: int, policy: OnUnreadable) -> None:
-    """Raises an error or warns about files that cannot be read as images."""
+def mode_of(channels: int) -> str:
+    """Returns Pillow's mode of images with a number of channels from `IMAGE_CHANNELS`."""
+    return _MODES[channels]
+
+
+def square_pixels(upright: Any, size: int, mode: str) -> UInt8[np.ndarray, "height width *channels"]:
+    """Crops an image of Pillow to its centre square, scaled to `size` x `size` pixels."""
+    side = min(upright.size)
+    left, top = ((length - side) // 2 for length in upright.size)
+    # Converted first, because colors of a palette cannot be averaged by index.
+    square = upright.convert(mode).crop((left, top, left + side, top + side))
+    return np.asarray(square.resize((size, size), pillow().Resampling.LANCZOS))
+
+
+def report_unreadable(unreadable: Sequence[str], read: int, policy: OnUnreadable, kind: str = "images") -> None:
+    """Raises an error or warns about files that cannot be read as images or as another kind."""
     more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
     listing = "\n  ".join(unreadable[:_NAMED]) + more
-    counted = f"{len(unreadable)} of {len(unreadable) + read} files cannot be read as images"
+    counted = f"{len(unreadable)} of {len(unreadable) + read} files cannot be read as {kind}"
     if policy == "error":
         raise DataError(f"{counted}:\n  {listing}\nRepair or remove them, or set data.unreadable to skip.")
     warnings.warn(f"{counted}; they are skipped:\n  {listing}", stacklevel=4)

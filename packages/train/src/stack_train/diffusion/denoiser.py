@@ -16,6 +16,7 @@ __all__ = [
     "ImagesConfig",
     "LimitsSize",
     "Predicted",
+    "VideosConfig",
     "condition_of",
     "image_tokens",
     "positive",
@@ -70,6 +71,17 @@ class ImagesConfig(Protocol):
     image_size: int
     channels: int
     classes: int
+
+
+@runtime_checkable
+class VideosConfig(Protocol):
+    """The config of a model of videos, which is an `ImagesConfig` as well.
+
+    Attributes:
+      frames: number of frames of the videos or latents.
+    """
+
+    frames: int
 
 
 @runtime_checkable

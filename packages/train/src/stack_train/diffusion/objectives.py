@@ -50,7 +50,9 @@ class DenoisingConfig(Objective):
 
     condition_dropout: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
 
-    inputs: ClassVar[Mapping[str, str]] = MappingProxyType({_IMAGES: "batch height width channels", _WEIGHTS: "batch"})
+    inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {_IMAGES: "batch *frames height width channels", _WEIGHTS: "batch"}
+    )
 
     @abc.abstractmethod
     def noisy(

@@ -38,7 +38,7 @@ class ReconstructionConfig(Objective):
     kl_weight: NonNegativeFloat = 1e-6
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"images": "batch height width channels", "weights": "batch"}
+        {"images": "batch *frames height width channels", "weights": "batch"}
     )
 
     def __call__(

@@ -198,7 +198,7 @@ def test_data_that_do_not_fit_the_model_are_refused():
         videos.check(autoencoder_kl_wan.AutoencoderKlWanConfig(channels=2))
     captioned = {"name": "captioned", "source": "videos/*", "pipeline": "none"}
     config = parse(RunConfig, {"output": "none", "model": WAN | TINY, "data": captioned})
-    with pytest.raises(ConfigError, match=r"family 'wan' trains on kind videos"):
+    with pytest.raises(ConfigError, match=r"a model of videos trains on kind videos"):
         config.data.check(config.model)
     with pytest.raises(ConfigError, match=r"The video has 80 frames. .* give 77 or 81"):
         autoencoder_kl_wan.AutoencoderKlWanConfig(frames=80)
@@ -208,14 +208,14 @@ def test_data_that_do_not_fit_the_model_are_refused():
 def test_a_square_moves_as_its_caption_says(tmp_path):
     folder = tmp_path / "videos"
     motions.write_videos(folder, 400)
-    schedule = {"warmup_steps": 50, "decay": "cosine", "final_fraction": 0.01}
+    schedule = {"warmup_steps": 20, "decay": "cosine", "final_fraction": 0.01}
     autoencoder = {
         "output": str(tmp_path / "autoencoder"),
         "model": {**AUTOENCODER, "width": 8},
         "data": {"name": "videos", "source": f"{folder}/*", "batch_size": 8},
         "objective": {"name": "reconstruction", "kl_weight": 1e-4},
-        "optimizer": {"name": "adamw", "learning_rate": 4e-3, "weight_decay": 0.0, "schedule": schedule},
-        "run": {"steps": 400},
+        "optimizer": {"name": "adamw", "learning_rate": 8e-3, "weight_decay": 0.0, "schedule": schedule},
+        "run": {"steps": 160},
     }
     train(parse(RunConfig, autoencoder))
     FORMAT.export_run(tmp_path / "autoencoder", tmp_path / "vae")
@@ -226,9 +226,9 @@ def test_a_square_moves_as_its_caption_says(tmp_path):
         tmp_path / "run",
         folder,
         encoders,
-        steps=1500,
-        model={"layers": 4, "heads": 4, "head_dim": 16, "mlp": 256, "time_features": 64},
-        data={"batch_size": 32, "encoded_at_once": 8},
+        steps=1000,
+        model={"layers": 3, "heads": 4, "head_dim": 16, "mlp": 256, "time_features": 64},
+        data={"batch_size": 16, "encoded_at_once": 8},
         optimizer={
             "name": "adamw",
             "learning_rate": 2e-3,

@@ -23,7 +23,7 @@ _PIXELS, _FACTS = "pixels.npy", "facts.json"
 
 
 def find_videos(pattern: str) -> tuple[Path, ...]:
-    """Returns the videos that match a glob, sorted: GIF and WebP files, and folders of PNG files.
+    """Returns the videos of a glob, sorted: GIF and WebP files, and folders of PNG files.
 
     Raises:
       DataError: nothing matches, or a file is no video, with the remedy for other formats.
@@ -56,15 +56,15 @@ def read_videos(
 ) -> FileImages:
     """Reads the first frames of videos into one memory-mapped array: the centre square, scaled to `size` x `size`.
 
-    A frame of an animation whose duration is a multiple of the shortest one counts as often, because encoders join
-    equal frames. The array is stored in the user's cache.
+    Encoders join equal frames, so a frame with k times the shortest duration counts k times. The array is stored in the
+    user's cache.
 
     Args:
       videos: animated files, and folders of PNG files in the order of their names.
       size: side of the resulting frames in pixels.
       frames: number of frames of each video.
       channels: 1 (grey) or 3 (RGB).
-      unreadable: policy for videos that cannot be read or have fewer frames.
+      unreadable: policy for unreadable videos and videos with fewer frames.
       source: name of the videos in messages.
 
     Raises:

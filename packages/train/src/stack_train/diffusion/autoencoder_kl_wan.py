@@ -1,7 +1,7 @@
 """AutoencoderKLWan: videos to latents, an eighth as high and wide, one for the first frame and one per four others.
 
-It computes what diffusers' `AutoencoderKLWan` of Wan 2.1 does. No frame reads a later one, so a video can be encoded
-and decoded in chunks of frames (see `Past`), with the results of the whole.
+It is equivalent to diffusers' `AutoencoderKLWan` for Wan 2.1. No frame depends on later frames, so a video can be
+encoded and decoded in chunks of frames (see `Past`), with the result of the whole video.
 
 Source: Wan Team, Wan: Open and Advanced Large-Scale Video Generative Models, 2025 (arXiv:2503.20314).
 """
@@ -32,7 +32,7 @@ _ATTENTION = dict.fromkeys(("query", "key", "value"), ("batch", None, None, None
 Videos = Float[Array, "batch frames height width channels"]
 Latents = Float[Array, "batch latent_frames latent_height latent_width latent_channels"]
 
-# Of the latents of Wan 2.1.
+# Statistics for the latents of Wan 2.1.
 _MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
 _MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
 _STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
@@ -53,7 +53,7 @@ class AutoencoderKlWanConfig:
       decoder_width: the same for the decoder; None is `width`.
       multipliers: width of each level, finest first, as multiples; each level but the last halves height and width.
       blocks_per_level: residual blocks per level of the encoder; the decoder has one more.
-      halves_frames: whether each level but the last also halves the frames after the first one.
+      halves_frames: for each level but the last, True to halve the frames after the first one.
       latents_mean, latents_std: denoisers get (latents - mean) / std, channel by channel.
       dtype: dtype of the activations.
       param_dtype: dtype of the parameters.
@@ -108,7 +108,7 @@ class AutoencoderKlWanConfig:
 
     @property
     def shift_factor(self) -> list[float]:
-        """Mean of each channel of the latents, which denoisers get without it."""
+        """Mean of each channel of the latents, subtracted for denoisers."""
         return list(self.latents_mean)
 
     @property
@@ -185,7 +185,7 @@ class ResidualBlock(nnx.Module):
 
 
 class FrameAttention(nnx.Module):
-    """x + attention(norm(x)): every pixel attends to the others of its frame, with one head."""
+    """x + attention(norm(x)): pixels attend to all pixels of their frame, with one head."""
 
     def __init__(self, build: _Build, width: int) -> None:
         self.norm = build.norm(width, axes=2)
@@ -228,7 +228,7 @@ class Downsample(nnx.Module):
         joined = past.exchange(x, 1)
         if not past.is_first:
             return self.time_conv.inside(joined, 2)
-        # The first frame passes, and is the first that the others read.
+        # The first frame is not convolved, but the second output depends on it.
         return jnp.concatenate([x[:, :1], self.time_conv.inside(x, 2)], axis=1) if x.shape[1] > 1 else x
 
 
@@ -241,7 +241,7 @@ class Upsample(nnx.Module):
 
     def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
         if self.time_conv is not None:
-            # The first frame passes, and the others do not read it.
+            # The first frame is not convolved, and the following frames do not depend on it.
             first, others = jnp.split(x, [int(past.is_first)], axis=1)
             x = jnp.concatenate([first, self._doubled(self.time_conv, others, past)], axis=1)
         # Nearest-neighbour upsampling, then a convolution: this avoids the checkerboard of transposed convolutions.

@@ -97,11 +97,11 @@ class ChannelNorm(nnx.Module):
 
 
 class Past:
-    """The last frames that causal layers read before a chunk of a video, in the order of their calls.
+    """Last input frames of causal layers before a chunk of a video, in the order of their calls.
 
     Attributes:
-      is_first: True before the first chunk, for which there are no frames.
-      kept: the frames that the layers have kept for the next chunk.
+      is_first: True for the first chunk, without earlier frames.
+      kept: frames for the next chunk.
     """
 
     def __init__(self, frames: Sequence[Array] | None = None) -> None:

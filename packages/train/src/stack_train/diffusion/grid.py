@@ -61,9 +61,9 @@ def write_png(pixels: UInt8[np.ndarray, "height width channels"], path: Path) ->
 
 
 def write_video(frames: UInt8[np.ndarray, "frames height width channels"], path: Path, *, rate: float) -> None:
-    """Writes an animation that repeats, or for the suffix .png a numbered file of each frame; see `VIDEO_SUFFIXES`.
+    """Writes an endless animation, or for the suffix .png a numbered file per frame; see `VIDEO_SUFFIXES`.
 
-    GIF has 256 colours per frame and WebP all of them. In both, Pillow joins equal frames that follow each other.
+    GIF has 256 colours per frame, and WebP is lossless. In both, Pillow joins consecutive equal frames.
 
     Args:
       rate: frames per second.

@@ -58,14 +58,14 @@ def flow_levels(schedule: FlowConfig, sampler: Any) -> Levels:
     times = np.linspace(1.0, 1.0 / TIMESTEPS if unipc else last, sampler.steps + unipc)
     sigmas = schedule.shifted(times[: sampler.steps])
     if sampler.terminal is not None:
-        # In diffusers' order, as unipc's timesteps are cut to integers.
+        # In the order of diffusers: truncated timesteps depend on the last bit.
         sigmas = 1.0 - (1.0 - sigmas) / ((1.0 - sigmas[-1]) / (1.0 - sampler.terminal))
     if sampler.sigmas is not None:
         sigmas = _spaced(sampler, sigmas[0], sigmas[-1])
     timesteps = sigmas * TIMESTEPS
     if unipc:
-        # As in diffusers: multistep formulas divide by alpha, timesteps are cut to integers, and sigma is float32, in
-        # which 1 - sigma of the first level is 1% larger.
+        # As in diffusers: multistep formulas divide by alpha, timesteps are truncated, and sigma is rounded to float32,
+        # which makes 1 - sigma of the first level 1% larger.
         sigmas = np.where(np.abs(sigmas - 1.0) < _FROM_NOISE, sigmas - _FROM_NOISE, sigmas)
         timesteps = np.floor(sigmas * TIMESTEPS)
         sigmas = sigmas.astype(np.float32).astype(np.float64)

@@ -56,9 +56,11 @@ class Encoders:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the latents of images or videos that have the sizes in the autoencoder's config, by field."""
-        config = self.autoencoder.config
-        side = {"image_size": config.image_size // config.downsampling}
-        return side | ({"frames": config.latent_frames(config.frames)} if isinstance(config, VideosConfig) else {})
+        autoencoder = self.autoencoder.config
+        sizes = {"image_size": autoencoder.image_size // autoencoder.downsampling}
+        if isinstance(autoencoder, VideosConfig):
+            sizes["frames"] = self.autoencoder.config.latent_frames(autoencoder.frames)
+        return sizes
 
     def check(self, model: Any) -> None:
         """Compares with the config of a denoiser.

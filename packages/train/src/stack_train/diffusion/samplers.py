@@ -374,7 +374,7 @@ def _unipc_step(sampler: SamplerConfig, levels: Levels, step: int) -> tuple[np.n
     left = np.expm1(-h)  # both B(h) = e^-h - 1 and the weight of the first image
     first = left / -h - 1.0
     predicted, corrected = np.array([-alpha * left, 0.0, 0.0]), np.array([0.0, -alpha * left, 0.0])
-    # The differences from the step's first image to the image at its end, and to the one before.
+    # Differences between the image at the step's end and its first image, and between the previous and the first.
     to_end, to_before = np.array([1.0, -1.0, 0.0]), np.array([0.0, -1.0, 1.0])
     steps = len(levels.timesteps)
     if min(step + 1, steps - step if sampler.lower_order_final else 2) < 2:

@@ -122,7 +122,7 @@ def _read_flow(reader: Reader) -> tuple[type[Objective], dict[str, Any], dict[st
 
 def _read_unipc_flow(reader: Reader) -> tuple[type[Objective], dict[str, Any], dict[str, Any]]:
     reader.get(*_COMMON, *(set().union(*_OWN.values()) - _OWN[_UNIPC]))  # ignored as in diffusers
-    reader.get("rescale_betas_zero_snr")  # of the betas that a flow replaces
+    reader.get("rescale_betas_zero_snr")  # a setting of betas
     reader.expect("num_train_timesteps", int(TIMESTEPS))
     reader.expect("use_flow_sigmas", True)
     reader.expect("final_sigmas_type", "zero")
@@ -210,7 +210,7 @@ def _read_unipc(reader: Reader, sampler: Mapping[str, Any]) -> dict[str, Any]:
     reader.expect("predict_x0", True)
     reader.expect("disable_corrector", [])
     reader.expect("solver_p", None)
-    reader.expect("use_dynamic_shifting", False)  # WanPipeline gives no shift to it
+    reader.expect("use_dynamic_shifting", False)  # not supported by diffusers' WanPipeline
     reader.expect("thresholding", False)
     reader.get("time_shift_type", "dynamic_thresholding_ratio", "sample_max_value")  # read only with the former two
     # diffusers replaces the names of other solvers by bh2.
@@ -218,7 +218,7 @@ def _read_unipc(reader: Reader, sampler: Mapping[str, Any]) -> dict[str, Any]:
         reader.problems.append(f"solver_type={solver!r}, not 'bh2'")
     found = {"lower_order_final": reader.get("lower_order_final", default=True)}
     bounds = {name: reader.get(name) for name in ("sigma_min", "sigma_max")}
-    if not sampler:  # of a flow
+    if not sampler:  # a flow
         return found
     reader.expect("use_flow_sigmas", False)
     reader.expect("shift_terminal", None)

@@ -44,8 +44,8 @@ class T5EncoderConfig:
       buckets: number of relative-position buckets, each with one bias per head; half of them are for earlier tokens.
       max_distance: distance in tokens from which all distances share a bucket.
       layer_biases: every layer has its own biases of the buckets, as in UMT5; otherwise all layers share them.
-      pad_id: token that fills texts to their length. No token attends to it, and its hidden states are 0. None attends
-        to it as to others.
+      pad_id: padding token. Padding is masked in attention and gets hidden states of 0. None treats it like other
+        tokens.
       norm_epsilon: added to the mean square in norms.
       dtype: dtype of the activations.
       param_dtype: dtype of the parameters.
@@ -101,7 +101,7 @@ class T5Encoder(nnx.Module):
         if self.config.pad_id is None:
             hidden, _ = self.encoder(x, Rows(positions, None), remat="none", unroll=False, moves=False)
             return hidden.astype(jnp.float32)
-        # Padding is at the end: a text may contain the token as well.
+        # Only padding at the end is masked, since a text may contain the token, too.
         last = jnp.max(jnp.where(tokens == self.config.pad_id, -1, positions), axis=1, keepdims=True)
         real = positions <= last
         hidden, _ = self.encoder(x, Rows(positions, real.astype(jnp.int32)), remat="none", unroll=False, moves=False)

@@ -53,13 +53,13 @@ class WanConfig:
     Attributes:
       name: selects this family.
       image_size: height and width of the latents, a multiple of `patch`.
-      frames: number of frames of the latents; the first is the first frame of the video, the others four frames each.
+      frames: number of frames of the latents: one for the first frame of a video, and one per four others.
       channels: channels of the latents.
       patch: height and width of a patch, which has one frame.
       layers: number of blocks.
       heads: number of attention heads.
-      head_dim: width of a head; the residual stream is heads * head_dim wide. Columns and rows rotate
-        2 floor(head_dim / 6) features each, and frames the others.
+      head_dim: width of a head; the residual stream is heads * head_dim wide. Rotary positions of rows and columns use
+        2 floor(head_dim / 6) features each, and positions of frames use the rest.
       mlp: hidden width of the feed-forward layers.
       text_dim: features of each text token.
       text_tokens: number of tokens in a text.
@@ -176,8 +176,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: WanConfig, build: Build) -> None:
         embed, self.epsilon = config.embed, config.norm_epsilon
-        # Added to the embedded timestep, which is common to all layers: shift, scale and gate of the attention, then of
-        # the feed-forward layer.
+        # Added to the embedded timestep: shift, scale and gate for the attention, and for the feed-forward layer.
         self.table = build.normal((1, 6, embed), (None, None, None), std=embed**-0.5)
         self.attention = Attention(build.child(), config.heads)
         self.cross_attention = Attention(build.child(), config.heads)
@@ -299,7 +298,7 @@ def _read_patches(reader: Reader) -> dict[str, Any]:
     for key in ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"):
         if (given := reader.get(key)) is not None:
             reader.problems.append(f"{key}={given!r}, of image to video, not None")
-    # Files lack the sizes of videos; a directory's autoencoder has them.
+    # Files lack the sizes of videos.
     patches = reader.get("rope_max_seq_len", default=1024)
     return {"patch": sides[0], "image_size": sides[0] * min(30, patches), "frames": min(21, patches)}
 

@@ -3,7 +3,7 @@
 import base64
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from stack_core.abi.reports import Fragment
 from stack_core.report.markup import Markup, element
@@ -12,7 +12,10 @@ __all__ = ["samples"]
 
 _MOST: Final = 6
 # Width and height in a file's header: their bytes, and the byte order.
-_SIZES: Final = {".png": (slice(16, 24), "big"), ".gif": (slice(6, 10), "little")}
+_SIZES: Final[dict[str, tuple[slice, Literal["big", "little"]]]] = {
+    ".png": (slice(16, 24), "big"),
+    ".gif": (slice(6, 10), "little"),
+}
 
 
 def samples(directory: Path, config: Mapping[str, Any]) -> Fragment | None:

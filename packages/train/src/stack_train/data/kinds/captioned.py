@@ -95,8 +95,8 @@ class CaptionedData(ImageSettings):
         return encoded_spec(self, model)
 
     def check(self, model: Any) -> None:
-        if isinstance(model, TextConditioned) and isinstance(model, VideosConfig):
-            raise ConfigError(f"Data of kind captioned are images; family {model.name!r} trains on kind videos.")
+        if isinstance(model, VideosConfig):
+            raise ConfigError("Data of kind captioned are images; a model of videos trains on kind videos.")
         if not isinstance(model, TextConditioned):
             raise ConfigError(
                 f"Data of kind captioned is for denoisers with text conditions, not for family {model.name!r}; use "

@@ -23,14 +23,14 @@ __all__ = ["VideosData"]
 class VideosData(ImageSettings):
     """GIF and WebP files and folders of PNG files; needs stack-train[images].
 
-    The first frames of each video are read, as many as the model has; their centre squares are scaled to the model's
-    size. The caption of `cat.gif` or of the folder `cat` is in the text file `cat.txt`, or in `metadata.jsonl` beside
-    it. With `pipeline`, batches are those of kind captioned. Without it, a batch contains "images", the pixels of
-    videos, and "weights", for an autoencoder.
+    Reads the first `model.frames` frames of each video and scales their centre squares to the model's size. The caption
+    of `cat.gif` or the folder `cat` is in the text file `cat.txt`, or in the folder's `metadata.jsonl`. With
+    `pipeline`, batches have the arrays of kind captioned. Without it, they contain "images", the pixels of videos, and
+    "weights", for an autoencoder.
 
     Attributes:
       source: glob of files and folders, such as `videos/*`.
-      pipeline: diffusers directory with vae and text_encoder; a denoiser in it is not read. None trains an autoencoder.
+      pipeline: diffusers directory with vae and text_encoder; its denoiser is not read. None trains an autoencoder.
       name: selects this kind of data.
       unreadable: policy for videos that cannot be read or have too few frames: "error", or "skip" with a warning.
       encoded_at_once: batch size of the encoders, in videos or captions.
@@ -59,21 +59,22 @@ class VideosData(ImageSettings):
         }
 
     def check(self, model: Any) -> None:
+        family = model.name
         if not isinstance(model, VideosConfig) or not isinstance(model, ImagesConfig):
             raise ConfigError(
-                f"Data of kind videos is for models of videos, not for family {model.name!r}; use wan, or "
+                f"Data of kind videos is for models of videos, not for family {family!r}; use wan, or "
                 "autoencoder_kl_wan."
             )
         if isinstance(model, TextConditioned) == (self.pipeline is None):
             wrong = "needs data.pipeline, the directory of its encoders" if self.pipeline is None else "reads pixels"
             remedy = "Name it" if self.pipeline is None else "Leave data.pipeline out"
-            raise ConfigError(f"Family {model.name!r} {wrong}. {remedy}.")
+            raise ConfigError(f"Family {family!r} {wrong}. {remedy}.")
         if self.pipeline is None and model.channels not in IMAGE_CHANNELS:
             numbers = " or ".join(map(str, IMAGE_CHANNELS))
             raise ConfigError(f"model.channels is {model.channels}; videos are read with {numbers}.")
 
     def build(self, *, seed: int, model: Any) -> Batches:
-        """Reads the videos, and encodes those that are not in the cache.
+        """Reads and encodes the videos, or maps earlier results from the cache.
 
         Raises:
           DataError: Pillow is not installed, a video cannot be read or has too few frames, a caption is missing, or the

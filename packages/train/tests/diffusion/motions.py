@@ -1,4 +1,4 @@
-"""Videos of a moving square with captions, the parts of a tiny text-to-video model, and a reader of motions."""
+"""Videos of a moving square, with captions."""
 
 import json
 
@@ -48,20 +48,3 @@ def write_videos(folder, count, *, seed=0, frames=FRAMES):
             lines.append(json.dumps({"file_name": name, "text": caption(motion)}))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
     return videos
-
-
-def motion_of(video):
-    """Name of the direction in which the bright part of frames [frames, height, width, channels] moves, or None."""
-    light = np.maximum(video.astype(float).mean(-1) - 64.0, 0.0)
-    weights = light.sum((1, 2))
-    if weights.min() < 10 * 64.0:  # a square has 25 bright pixels
-        return None
-    rows, columns = np.arange(light.shape[1])[:, None], np.arange(light.shape[2])
-    places = np.stack([(light * axis).sum((1, 2)) / weights for axis in (rows, columns)], axis=1)
-    moved = places[-1] - places[0]
-    axis = int(np.abs(moved).argmax())
-    steps = np.diff(places[:, axis]) * np.sign(moved[axis])
-    # It moves most of the way, in every frame, and not along the other axis.
-    if abs(moved[axis]) < 0.6 * (len(video) - 1) or (steps < -0.25).any() or abs(moved[1 - axis]) > 1.5:
-        return None
-    return next(name for name, way in MOTIONS.items() if way[axis] == np.sign(moved[axis]))

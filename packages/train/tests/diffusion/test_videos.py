@@ -204,46 +204,24 @@ def test_data_that_do_not_fit_the_model_are_refused():
         autoencoder_kl_wan.AutoencoderKlWanConfig(frames=80)
 
 
-@pytest.mark.slow  # about ten minutes on two cores
-def test_a_square_moves_as_its_caption_says(tmp_path):
-    folder = tmp_path / "videos"
-    motions.write_videos(folder, 400)
-    schedule = {"warmup_steps": 20, "decay": "cosine", "final_fraction": 0.01}
-    autoencoder = {
-        "output": str(tmp_path / "autoencoder"),
-        "model": {**AUTOENCODER, "width": 8},
-        "data": {"name": "videos", "source": f"{folder}/*", "batch_size": 8},
+@pytest.mark.slow
+def test_an_autoencoder_trains_and_is_written_with_the_scale_of_its_latents(folder, tmp_path):
+    mapping = {
+        "output": str(tmp_path / "run"),
+        "model": {**AUTOENCODER, "width": 4},
+        "data": {"name": "videos", "source": f"{folder}/*", "batch_size": 4, "validation_fraction": 0.3},
         "objective": {"name": "reconstruction", "kl_weight": 1e-4},
-        "optimizer": {"name": "adamw", "learning_rate": 8e-3, "weight_decay": 0.0, "schedule": schedule},
-        "run": {"steps": 160},
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+        "run": {"steps": 8},
     }
-    train(parse(RunConfig, autoencoder))
-    FORMAT.export_run(tmp_path / "autoencoder", tmp_path / "vae")
-    written, vae = load_component(autoencoder_kl_wan.COMPONENT, tmp_path / "vae")
-    assert written.latents_std != (0.2,) * 4
-    encoders = saved_encoders(tmp_path / "encoders", vae)
-    config = wan_config(
-        tmp_path / "run",
-        folder,
-        encoders,
-        steps=1000,
-        model={"layers": 3, "heads": 4, "head_dim": 16, "mlp": 256, "time_features": 64},
-        data={"batch_size": 16, "encoded_at_once": 8},
-        optimizer={
-            "name": "adamw",
-            "learning_rate": 2e-3,
-            "weight_decay": 0.0,
-            "ema_decay": 0.99,
-            "schedule": schedule,
-        },
-    )
+    config = parse(RunConfig, mapping)
     train(config)
-    FORMAT.export_run(tmp_path / "run", tmp_path / "pipeline")
-    asked = [motion for motion in motions.MOTIONS for _ in range(10)]
-    opened = open_images(f"hf:{tmp_path / 'pipeline'}", size=(motions.SIDE, motions.SIDE), frames=motions.FRAMES)
-    sampler = opened.sampler.changed({"steps": 20, "guidance": 2.0})
-    videos = opened.images_of([motions.caption(motion) for motion in asked], sampler)
-    found = [motions.motion_of(video) for video in videos]
-    right = np.mean([one == other for one, other in zip(found, asked, strict=True)])
-    assert right >= 0.95, (right, list(zip(asked, found, strict=True)))
-    assert jnp.isfinite(jnp.asarray(videos)).all()
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < 0.8 * losses[0]
+    FORMAT.export_run(tmp_path / "run", tmp_path / "vae")
+    _, model = load_component(autoencoder_kl_wan.COMPONENT, tmp_path / "vae")
+    batch = next(config.data.build(seed=0, model=config.model).validation_batches())
+    latents = model.scaled_latents(jnp.asarray(batch["images"][batch["weights"] > 0]))
+    np.testing.assert_allclose(latents.mean((0, 1, 2, 3)), 0.0, atol=1e-3)
+    np.testing.assert_allclose(latents.std((0, 1, 2, 3)), 1.0, atol=1e-3)
+    FORMAT.import_run(tmp_path / "vae", tmp_path / "again")

@@ -34,12 +34,12 @@ HEAD = """\
 
 The parameters of each family that support low-rank adapters (`lora:` with path `blocks`; `.*_blocks` for `flux`,
 `.*blocks?` for `sd3`, `.*attentions.*` for `unet`, `.*/blocks` for `clip` and `siglip`, all paths for
-`autoencoder_kl`), and the subset that the recipe `nf4` leaves unquantized. In matrix products, adapters are applied
+autoencoders), and the subset that the recipe `nf4` leaves unquantized. In matrix products, adapters are applied
 as two low-rank products. In convolutions (marked *), the adapter is added to the kernel first. Parameters without a
 product, such as norms and biases, support neither.
 """
-PATHS = {"flux": ".*_blocks", "sd3": ".*blocks?", "unet": ".*attentions.*", "autoencoder_kl": ".*"}
-PATHS |= dict.fromkeys(("clip", "siglip"), ".*/blocks")
+PATHS = {"flux": ".*_blocks", "sd3": ".*blocks?", "unet": ".*attentions.*"}
+PATHS |= dict.fromkeys(("autoencoder_kl", "autoencoder_kl_wan"), ".*") | dict.fromkeys(("clip", "siglip"), ".*/blocks")
 SMALL = {"vocab_size": 64, "embed": 64, "heads": 4, "mlp": 64, "max_positions": 32}
 FEW = ("llama", "deepseek_v3", "qwen3_next")  # every kind of layer with products but convolutions
 SLOW = pytest.mark.slow
@@ -71,7 +71,10 @@ NARROW = {
     | {"layers": 3, "dual_layers": 1, "qk_norm": True},
     "unet": {"image_size": 4, "widths": (64, 64), "heads": (2, 2), "transformer_layers": (0, 2), "blocks_per_level": 1}
     | {"text_dim": 64, "pooled_dim": 64, "text_tokens": 4, "size_features": 16},
+    "wan": {"image_size": 8, "frames": 2, "head_dim": 16, "text_dim": 64, "text_tokens": 4, "time_features": 64},
     "autoencoder_kl": {"image_size": 8, "widths": (64, 64), "groups": 4, "blocks_per_level": 1},
+    "autoencoder_kl_wan": {"image_size": 8, "frames": 3, "width": 64, "multipliers": (1, 2), "blocks_per_level": 1}
+    | {"halves_frames": (True,)},
     "qwen3_next": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32}
     | {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
     "qwen3_5": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32},
@@ -139,14 +142,16 @@ def batch_of(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
         side = config.vision.image_size
         pixels = jax.ShapeDtypeStruct((2, side, side, config.vision.channels), jnp.uint8)
         return {"pixels": pixels, "tokens": jax.ShapeDtypeStruct((2, config.text.max_positions), jnp.int32)}
-    images = jax.ShapeDtypeStruct((2, config.image_size, config.image_size, config.channels), float32)
+    frames = (config.frames,) if hasattr(config, "frames") else ()
+    images = jax.ShapeDtypeStruct((2, *frames, config.image_size, config.image_size, config.channels), float32)
     batch = {"images": images, "weights": jax.ShapeDtypeStruct((2,), float32)}
     if config.classes:
         return batch | {"labels": jax.ShapeDtypeStruct((2,), jnp.int32)}
     if not hasattr(config, "text_dim"):
         return batch
     text = jax.ShapeDtypeStruct((2, config.text_tokens, config.text_dim), float32)
-    batch |= {"text": text, "pooled": jax.ShapeDtypeStruct((2, config.pooled_dim), float32)}
+    batch |= {"text": text}
+    batch |= {"pooled": jax.ShapeDtypeStruct((2, config.pooled_dim), float32)} if config.pooled_dim else {}
     return batch | ({"sizes": jax.ShapeDtypeStruct((2, 6), float32)} if hasattr(config, "size_features") else {})
 
 
@@ -160,7 +165,7 @@ def row(name: str) -> str:
     factors = factors_of(resolved.adapters, arrays, jax.random.key(0), "float32")
     rows = traced.survey(arrays, resolved, factors).rows
     merged = {path for each in rows if "are merged" in each.reason for path in each.paths}
-    assert all(arrays[path].ndim == 4 for path in merged), merged
+    assert all(arrays[path].ndim in (4, 5) for path in merged), merged
     nf4 = {path for path, spec in resolved.specs.items() if spec.type == "nf4"}
     names: dict[str, bool] = {}
     for path in resolved.adapters:

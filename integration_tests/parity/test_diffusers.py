@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import diffusers
 import jax
@@ -13,7 +14,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from flax import nnx
 from safetensors.numpy import load_file
 
-from stack_train.diffusion import autoencoder_kl, dit, flux, sd3, unet
+from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, dit, flux, sd3, unet, wan
 from stack_train.diffusion.components import load_component, save_component
 from stack_train.diffusion.samplers import levels_of, table_of
 from stack_train.diffusion.scheduler import read_scheduler, write_scheduler
@@ -133,6 +134,23 @@ def of_unet_xl(**settings):
     )
 
 
+def of_wan(**settings):
+    return wan.COMPONENT, diffusers.WanTransformer3DModel(
+        **{
+            "num_attention_heads": 3,
+            "attention_head_dim": 14,  # frames rotate 6 features, rows and columns 4 each
+            "in_channels": 3,
+            "out_channels": 3,
+            "text_dim": 24,
+            "freq_dim": 18,
+            "ffn_dim": 50,
+            "num_layers": 3,
+            "rope_max_seq_len": 40,
+        }
+        | settings
+    )
+
+
 MODELS = {
     "dit": of_dit,
     "flux_dev": lambda: of_flux(guidance=True),
@@ -143,6 +161,8 @@ MODELS = {
     "sd3_dual_to_the_end": lambda: of_sd3(dual_attention_layers=(0, 1, 2), patch_size=1, pos_embed_max_size=15),
     "unet": of_unet,
     "unet_xl": of_unet_xl,
+    "wan": of_wan,
+    "wan_without_cross_norm": lambda: of_wan(cross_attn_norm=False, patch_size=(1, 1, 1), eps=1e-3),
     "unet_scale_shift": lambda: of_unet_xl(resnet_time_scale_shift="scale_shift", norm_eps=1e-3),
 }
 
@@ -152,6 +172,62 @@ AUTOENCODERS = {
     "vae_of_flux": lambda: of_vae(quantizes=False),
     "vae_without_attention": lambda: of_vae(attends=False),
 }
+
+
+def of_video_vae(**settings):
+    """Levels of 4, 8 and 8 channels; frames are halved once, so that latents have 2 frames each."""
+    return autoencoder_kl_wan.COMPONENT, diffusers.AutoencoderKLWan(
+        **{
+            "base_dim": 4,
+            "decoder_base_dim": 6,
+            "z_dim": 3,
+            "dim_mult": [1, 2, 2],
+            "num_res_blocks": 1,
+            "temperal_downsample": [False, True],
+            "latents_mean": [0.3, -0.2, 0.1],
+            "latents_std": [2.0, 0.5, 1.5],
+            "scale_factor_temporal": 2,
+            "scale_factor_spatial": 4,
+        }
+        | settings
+    )
+
+
+VIDEO_AUTOENCODERS = {
+    "video_vae": of_video_vae,
+    "video_vae_of_wan": lambda: of_video_vae(
+        decoder_base_dim=None,
+        num_res_blocks=2,
+        temperal_downsample=[False, True, True],
+        dim_mult=[1, 2, 2, 2],
+        scale_factor_temporal=4,
+        scale_factor_spatial=8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIDEO_AUTOENCODERS)
+def test_an_autoencoder_of_videos_encodes_and_decodes_as_diffusers_does(name, tmp_path):
+    component, theirs = VIDEO_AUTOENCODERS[name]()
+    drawn(theirs).save_pretrained(tmp_path)
+    config, ours = load_component(component, tmp_path)
+    rng, side = np.random.default_rng(0), config.downsampling
+    # diffusers encodes four frames at a time.
+    videos = rng.standard_normal((2, 9, 3 * side, 2 * side, 3), np.float32)
+    latents = rng.standard_normal((2, 3, 3, 2, 3), np.float32)
+    with torch.no_grad():
+        posterior, decoded = theirs.encode(of_torch(videos)).latent_dist, theirs.decode(of_torch(latents)).sample
+    for by_chunks in (False, True):
+        with jax.default_matmul_precision("highest"):
+            mean, log_variance = jax.jit(partial(ours.encode, by_chunks=by_chunks))(videos)
+            again = jax.jit(partial(ours.decode, by_chunks=by_chunks))(latents)
+        for got, said in ((mean, posterior.mean), (log_variance, posterior.logvar), (again, decoded)):
+            wanted = of_numpy(said)
+            assert np.abs(wanted).max() > 0.1
+            np.testing.assert_allclose(got, wanted, atol=TOLERANCE * max(1.0, np.abs(wanted).max()), rtol=0)
+    assert np.mean(np.abs(of_numpy(decoded)) < 1.0) > 0.01  # not all clipped
+    scaled = (of_numpy(posterior.mean) - theirs.config.latents_mean) / theirs.config.latents_std
+    np.testing.assert_allclose(ours.scaled_latents(jnp.asarray(videos)), scaled, atol=TOLERANCE * np.abs(scaled).max())
 
 
 @pytest.fixture(params=AUTOENCODERS)
@@ -178,9 +254,12 @@ def test_an_autoencoder_encodes_and_decodes_as_diffusers_does(autoencoders):
     np.testing.assert_allclose(ours.scaled_latents(jnp.asarray(images)), scaled, atol=TOLERANCE * np.abs(scaled).max())
 
 
-@pytest.fixture(params=MODELS | AUTOENCODERS)
+WRITTEN = MODELS | AUTOENCODERS | VIDEO_AUTOENCODERS
+
+
+@pytest.fixture(params=WRITTEN)
 def written(request, tmp_path):
-    component, model = (MODELS | AUTOENCODERS)[request.param]()
+    component, model = WRITTEN[request.param]()
     drawn(model).save_pretrained(tmp_path / "theirs")
     return component, model, *load_component(component, tmp_path / "theirs"), tmp_path
 
@@ -193,11 +272,11 @@ def pair(request, tmp_path):
 
 
 def of_torch(images):
-    return torch.tensor(images.transpose(0, 3, 1, 2))
+    return torch.tensor(np.moveaxis(images, -1, 1))
 
 
 def of_numpy(images):
-    return images.numpy().transpose(0, 2, 3, 1)
+    return np.moveaxis(images.numpy(), 1, -1)
 
 
 def predictions(family, ours, theirs):
@@ -213,8 +292,8 @@ def predictions(family, ours, theirs):
         return ours(*given, {"labels": jnp.asarray(labels, jnp.int32)}), of_numpy(said)
     if family == "unet":
         return unet_predictions(ours, theirs, timesteps, rng)
-    if family == "sd3":
-        return sd3_predictions(ours, theirs, timesteps, rng)
+    if family in JOINT:
+        return joint_predictions(family, ours, theirs, timesteps, rng)
     text, pooled = rng.standard_normal((2, 5, 24), np.float32), rng.standard_normal((2, 20), np.float32)
     guidance = np.array([1.5, 4.0], np.float32) if theirs.config.guidance_embeds else None
     patches = diffusers.FluxPipeline._pack_latents(of_torch(images), 2, 3, 8, 8)
@@ -260,21 +339,36 @@ def sd3_answer(theirs, images, timesteps, condition):
     return theirs(of_torch(images), text, pooled, torch.tensor(timesteps)).sample
 
 
-def sd3_predictions(ours, theirs, timesteps, rng):
-    images, timesteps, condition = sd3_inputs(timesteps, rng)
+def wan_inputs(timesteps, rng):
+    """Videos of three frames of 3 x 7 patches of 2 pixels, and texts of five tokens."""
+    videos, text = rng.standard_normal((2, 3, 6, 14, 3), np.float32), rng.standard_normal((2, 5, 24), np.float32)
+    return videos, timesteps, {"text": text}
+
+
+def wan_answer(theirs, videos, timesteps, condition):
+    return theirs(of_torch(videos), torch.tensor(timesteps), torch.tensor(condition["text"])).sample
+
+
+JOINT = {"sd3": (sd3_inputs, sd3_answer), "wan": (wan_inputs, wan_answer)}
+
+
+def joint_predictions(family, ours, theirs, timesteps, rng):
+    inputs, answer = JOINT[family]
+    images, timesteps, condition = inputs(timesteps, rng)
     with torch.no_grad():
-        said = sd3_answer(theirs, images, timesteps, condition)
+        said = answer(theirs, images, timesteps, condition)
     return ours(*jax.tree.map(jnp.asarray, (images, timesteps, condition))), of_numpy(said)
 
 
-@pytest.mark.parametrize("name", ["sd3", "sd35_medium"])
+@pytest.mark.parametrize("name", ["sd3", "sd35_medium", "wan"])
 def test_gradients_are_those_of_diffusers(name, tmp_path):
     component, theirs = MODELS[name]()
     drawn(theirs, 0.1).save_pretrained(tmp_path)  # with larger values float32 has fewer digits than the tolerance
     config, ours = load_component(component, tmp_path)
-    images, timesteps, condition = sd3_inputs(np.array([3.0, 700.0], np.float32), np.random.default_rng(1))
+    inputs, answer = JOINT[config.name]
+    images, timesteps, condition = inputs(np.array([3.0, 700.0], np.float32), np.random.default_rng(1))
     weights = np.random.default_rng(2).standard_normal(images.shape).astype(np.float32)
-    (sd3_answer(theirs, images, timesteps, condition) * of_torch(weights)).sum().backward()
+    (answer(theirs, images, timesteps, condition) * of_torch(weights)).sum().backward()
     wanted = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
     graph, params, others = nnx.split(ours, is_trained, ...)
     given = jax.tree.map(jnp.asarray, (images, timesteps, condition))
@@ -377,6 +471,17 @@ SCHEDULERS = {
     "dpmpp_3m_whole": (diffusers.DPMSolverMultistepScheduler, {"solver_order": 3, "lower_order_final": False}),
     "dpmpp_2m_sde": (diffusers.DPMSolverMultistepScheduler, SDE),
     "dpmpp_2m_sde_heun": (diffusers.DPMSolverMultistepScheduler, {**SDE, "solver_type": "heun"}),
+    "unipc": (diffusers.UniPCMultistepScheduler, {}),
+    "unipc_to_min": (
+        diffusers.UniPCMultistepScheduler,
+        {"lower_order_final": False, "final_sigmas_type": "sigma_min", **LEADING},
+    ),
+    "unipc_karras": (diffusers.UniPCMultistepScheduler, {"use_karras_sigmas": True, **COSINE}),
+    "unipc_bounds": (
+        diffusers.UniPCMultistepScheduler,
+        {"use_exponential_sigmas": True, "sigma_min": 0.05, "sigma_max": 9.0, **TRAILING},
+    ),
+    "unipc_zero_snr": (diffusers.UniPCMultistepScheduler, ZERO_SNR),
     "dpmpp_3m_sde": (diffusers.DPMSolverMultistepScheduler, {**SDE, "solver_order": 3, "use_karras_sigmas": True}),
 }
 
@@ -419,6 +524,8 @@ def test_a_sampler_goes_the_way_of_diffusers(name, prediction, steps, tmp_path, 
     again = scheduler_class.from_pretrained(tmp_path / "again").config
     assert {key: again[key] for key in settings} == settings
     scheduler.set_timesteps(steps)
+    if read.sampler.name == "unipc":
+        scheduler.set_begin_index(0)  # otherwise it begins at the second of two equal timesteps
     shape = (2, 4, 4, 3)
     noise, added = np.split(np.random.default_rng(0).standard_normal((50, *shape)).astype(np.float32), [1])
     noise_of(monkeypatch, scheduler, added)
@@ -492,3 +599,32 @@ def test_a_flow_goes_the_way_of_diffusers(spacing, settings, pixels, tmp_path):
     ):
         x = scheduler.step(said(x, timestep.float(), torch), timestep, x).prev_sample
         np.testing.assert_allclose(ours, x.numpy(), atol=TOLERANCE, err_msg=f"step {step}")
+
+
+UNIPC_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+
+
+@pytest.mark.parametrize("steps", [2, STEPS, 50])
+@pytest.mark.parametrize(
+    "settings", [{"flow_shift": 3.0}, {"flow_shift": 5.0, "lower_order_final": False}, {"shift_terminal": 0.1}]
+)
+def test_unipc_goes_the_way_of_diffusers_in_a_flow(settings, steps, tmp_path):
+    scheduler = diffusers.UniPCMultistepScheduler(**UNIPC_FLOW, **settings)
+    scheduler.save_pretrained(tmp_path)
+    read = read_scheduler(tmp_path)
+    write_scheduler(tmp_path / "again", read)
+    assert read_scheduler(tmp_path / "again") == read
+    again = diffusers.UniPCMultistepScheduler.from_pretrained(tmp_path / "again").config
+    assert {key: again[key] for key in UNIPC_FLOW | settings} == UNIPC_FLOW | settings
+    scheduler.set_timesteps(steps)
+    noise = np.random.default_rng(0).standard_normal((2, 2, 4, 4, 3)).astype(np.float32)
+    sampler = replace(read.sampler, steps=steps)
+    table = table_of(sampler, levels_of(read.objective.schedule(1), sampler), "flow")
+    np.testing.assert_array_equal(table.rows[:, 0], scheduler.timesteps.numpy())
+    x, got = torch.tensor(noise), trajectory(table, jnp.asarray(noise))
+    for step, timestep in enumerate(scheduler.timesteps):
+        x = scheduler.step(said(x, timestep.float(), torch), timestep, x).prev_sample
+        # Without lower orders at the end, diffusers divides by the last level, which is 0.
+        if settings.get("lower_order_final", True) or step < steps - 1:
+            np.testing.assert_allclose(got[step], x.numpy(), atol=TOLERANCE, err_msg=f"step {step}")
+        assert np.isfinite(got[step]).all()

@@ -1,7 +1,7 @@
 """Training objectives: the forward pass of a model composed with a loss."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -183,6 +183,15 @@ def check_accumulation(objective: Objective, accumulation_steps: int) -> None:
         )
 
 
+def _expanded(names: Sequence[str], rank: int) -> list[str]:
+    """Replaces `*name` by the names of as many axes as an array of this rank has in its place."""
+    found: list[str] = []
+    for name in names:
+        more = max(rank - len(names) + 1, 0)
+        found += [f"{name[1:]} {number}" for number in range(more)] if name.startswith("*") else [name]
+    return found
+
+
 def check_inputs(objective: Objective, batch: Shapes) -> None:
     """Checks that a batch has the arrays and axes that an objective declares as inputs.
 
@@ -197,7 +206,7 @@ def check_inputs(objective: Objective, batch: Shapes) -> None:
                 f"The objective reads {name!r} of a batch, which the data does not have.{nearest(name, batch)} A batch "
                 f"holds {held}. Choose another data.name, or another objective."
             )
-        shape, names = batch[name].shape, axes.split()
+        shape, names = batch[name].shape, _expanded(axes.split(), len(batch[name].shape))
         if len(shape) != len(names):
             raise ConfigError(
                 f"The objective reads {name!r} as [{', '.join(names)}], but a batch has {name}{list(shape)}. Choose "

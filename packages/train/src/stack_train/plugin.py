@@ -72,9 +72,11 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("flux", "stack_train.diffusion.flux:FAMILY")
     registry.add("sd3", "stack_train.diffusion.sd3:FAMILY")
     registry.add("unet", "stack_train.diffusion.unet:FAMILY")
+    registry.add("wan", "stack_train.diffusion.wan:FAMILY")
     registry.add("autoencoder_kl", "stack_train.diffusion.autoencoder_kl:FAMILY")
     registry.add("siglip", "stack_train.contrastive.siglip:FAMILY")
     registry.add("clip", "stack_train.contrastive.clip:FAMILY")
+    registry.add("autoencoder_kl_wan", "stack_train.diffusion.autoencoder_kl_wan:FAMILY")
 
 
 @hookimpl
@@ -104,6 +106,7 @@ def stack_register_data(registry: Registrar) -> None:
     registry.add("digits", "stack_train.data.kinds.digits:DigitsData")
     registry.add("captioned", "stack_train.data.kinds.captioned:CaptionedData")
     registry.add("image_texts", "stack_train.data.kinds.image_texts:ImageTextsData")
+    registry.add("videos", "stack_train.data.kinds.videos:VideosData")
 
 
 @hookimpl

@@ -15,6 +15,8 @@ from stack_train.diffusion.pipeline import Encoders
 from stack_train.diffusion.pipeline_classes import PIPELINES
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders
 
+from .motions import MOTIONS
+
 SIZE = 16
 SHAPES = ("circle", "square", "triangle", "bar", "ring")
 COLOURS = {
@@ -76,7 +78,7 @@ def write_images(folder, count, *, seed=0):
 
 
 def word_tokenizer():
-    words = ["<pad>", "<end>", "<unknown>", "a", *COLOURS, *SHAPES]
+    words = ["<pad>", "<end>", "<unknown>", "a", *COLOURS, *SHAPES, "moves", *MOTIONS]
     built = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unknown>")
     )
@@ -114,13 +116,14 @@ def encoders(directory, autoencoder, *, width=32, tokens=6, name="FluxPipeline")
         (clip.COMPONENT, clip_config),
         (clip.PROJECTED, replace(clip_config, projects=True)),
         (t5.COMPONENT, t5_config),
+        (t5.UMT5, replace(t5_config, layer_biases=True, pad_id=0)),
     )
     made = {}
     for number, (folder, (component, _)) in enumerate(pipeline.text.items()):
         config = next(config for each, config in configs if each is component)
         model = component.family.build(config, key=jax.random.key(number))
         made[folder] = TextEncoder(model, PromptTokenizer(tokenizer, folder, tokens, 0))
-    return Encoders(directory, autoencoder, TextEncoders(made, pipeline.condition), pipeline)
+    return Encoders(directory, autoencoder, TextEncoders(made, pipeline.condition, pipeline.clean), pipeline)
 
 
 class Reader:

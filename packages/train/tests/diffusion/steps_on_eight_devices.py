@@ -9,7 +9,7 @@ import numpy as np
 
 from stack_core.abi.mesh import MeshConfig, check_shardings
 from stack_core.chips.device_mesh import make_mesh
-from stack_train.diffusion import autoencoder_kl, dit, flux, sd3
+from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, dit, flux, sd3, wan
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.optim import AdamWConfig, ScheduleConfig
@@ -60,6 +60,40 @@ MODELS = {
         sd3.FAMILY,
         FlowMatchingConfig(),
     ),
+    "wan": (
+        wan.WanConfig(
+            image_size=SIDE,
+            frames=2,
+            channels=4,
+            layers=2,
+            heads=4,
+            head_dim=8,
+            mlp=32,
+            text_dim=16,
+            text_tokens=4,
+            time_features=16,
+            **FLOATS,
+        ),
+        wan.FAMILY,
+        FlowMatchingConfig(),
+    ),
+    "video_autoencoder": (
+        autoencoder_kl_wan.AutoencoderKlWanConfig(
+            image_size=SIDE,
+            frames=3,
+            channels=4,
+            latent_channels=2,
+            width=8,
+            multipliers=(1, 2),
+            blocks_per_level=1,
+            halves_frames=(True,),
+            latents_mean=(0.0, 0.0),
+            latents_std=(1.0, 1.0),
+            **FLOATS,
+        ),
+        autoencoder_kl_wan.FAMILY,
+        ReconstructionConfig(),
+    ),
     "autoencoder": (
         autoencoder_kl.AutoencoderKlConfig(
             image_size=SIDE, channels=4, widths=(8, 16), blocks_per_level=1, groups=4, **FLOATS
@@ -73,10 +107,13 @@ MODELS = {
 def batches(name):
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
-        batch = {"images": rng.normal(size=(ROWS, SIDE, SIDE, 4)), "weights": np.ones(ROWS)}
+        frames = (MODELS[name][0].frames,) if hasattr(MODELS[name][0], "frames") else ()
+        batch = {"images": rng.normal(size=(ROWS, *frames, SIDE, SIDE, 4)), "weights": np.ones(ROWS)}
         batch["weights"][-3:] = 0.0  # rows weigh differently, so that a mean of means would be wrong
+        if name in ("flux", "sd3", "wan"):
+            batch |= {"text": rng.normal(size=(ROWS, 4, 16))}
         if name in ("flux", "sd3"):
-            batch |= {"text": rng.normal(size=(ROWS, 4, 16)), "pooled": rng.normal(size=(ROWS, 16))}
+            batch |= {"pooled": rng.normal(size=(ROWS, 16))}
         found = {key: value.astype(np.float32) for key, value in batch.items()}
         yield {**found, "labels": rng.integers(0, 10, ROWS).astype(np.int32)} if name == "dit" else found
 
@@ -94,8 +131,9 @@ def losses(name, sizes):
         state, metrics = compiled(state, placed)
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     check_shardings(state, program.state_shardings)
-    if "fsdp" in sizes and name != "autoencoder":
+    if "fsdp" in sizes and "autoencoder" not in name:
         blocks = {"dit": ("blocks",), "flux": ("double_blocks", "image"), "sd3": ("dual_blocks", "image")}
+        blocks["wan"] = ("blocks",)
         kernel = functools.reduce(operator.getitem, (*blocks[name], "up", "kernel"), state.params)
         parts = sizes["fsdp"] * sizes.get("tensor", 1)
         assert kernel.addressable_shards[0].data.size == kernel.size // parts, name

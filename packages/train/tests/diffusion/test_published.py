@@ -1,7 +1,7 @@
 """Parts of diffusers directories in their publishers' own layout: every key, and tensors in shards.
 
-No copies of the Stable Diffusion files were available: their keys are those of diffusers' classes, and their values
-come from model cards. The parameter counts are published.
+No copies of the files of Stable Diffusion and Wan were available: their keys are those of diffusers' classes, and
+their values come from model cards. The parameter counts are published.
 """
 
 import json
@@ -15,9 +15,10 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from stack_core.abi.errors import ConversionError
-from stack_train.diffusion import autoencoder_kl, clip, dit, exchange, flux, sd3, t5, unet
+from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, clip, dit, exchange, flux, sd3, t5, unet, wan
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.noise import DynamicShift
+from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.scheduler import read_scheduler
 from stack_train.variables.model_variables import ModelVariables, values_of
 
@@ -35,6 +36,8 @@ PARAMETERS = {
     "stable-diffusion-3.5-medium/transformer": (sd3, 2_469_663_936),
     "stable-diffusion-v1-5/unet": (unet, 859_520_964),
     "stable-diffusion-xl-base-1.0/unet": (unet, 2_567_463_684),
+    "Wan2.1-T2V-1.3B/transformer": (wan, 1_418_996_800),
+    "Wan2.1-T2V-1.3B/vae": (autoencoder_kl_wan, 126_892_531),
 }
 FLUX = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2}
 FLUX |= {"in_channels": 16, "out_channels": 16, "joint_attention_dim": 24, "pooled_projection_dim": 20}
@@ -56,6 +59,8 @@ def test_a_published_config_is_that_of_a_model_of_its_size(name):
 def test_published_schedulers_are_read():
     shifts = [read_scheduler(FOLDER / name / "scheduler").objective.shift for name in ("FLUX.1-dev", "FLUX.1-schnell")]
     assert shifts == [DynamicShift(), 1.0]
+    wan_scheduler = read_scheduler(FOLDER / "Wan2.1-T2V-1.3B" / "scheduler")
+    assert (wan_scheduler.objective.shift, wan_scheduler.sampler) == (3.0, SamplerConfig(name="unipc"))
 
 
 def test_a_flux_that_predicts_other_channels_is_refused():
@@ -123,6 +128,42 @@ def test_every_key_of_a_published_stable_diffusion_3_acts_and_is_written(name):
 def test_another_stable_diffusion_3_is_refused(settings, message):
     with pytest.raises(ConversionError, match=message):
         sd3.COMPONENT.read_config(published("stable-diffusion-3-medium/transformer") | settings)
+
+
+def test_a_published_wan_is_the_default_and_is_written_with_the_same_values():
+    for name, family in (("transformer", wan), ("vae", autoencoder_kl_wan)):
+        mapping = {key: value for key, value in published(f"Wan2.1-T2V-1.3B/{name}").items() if key[0] != "_"}
+        config = family.COMPONENT.read_config(mapping)
+        assert config == family.FAMILY.config_class()
+        written_again = json.loads(json.dumps(family.COMPONENT.write_config(config)))
+        mapping.pop("dropout", None)  # acts in training only, and published files set it to 0
+        assert {key: written_again[key] for key in mapping} == mapping
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("transformer", {"image_dim": 1280, "added_kv_proj_dim": 5120}, "image_dim=1280, .* added_kv_proj_dim=5120"),
+        ("transformer", {"pos_embed_seq_len": 514}, "pos_embed_seq_len=514, of image to video"),
+        ("transformer", {"in_channels": 36}, "out_channels=16, not in_channels, 36"),
+        ("transformer", {"patch_size": [2, 2, 2]}, r"patch_size=\[2, 2, 2\], not of one frame"),
+        ("transformer", {"patch_size": [1, 2, 4]}, r"patch_size=\[1, 2, 4\], not of one frame and square"),
+        ("transformer", {"qk_norm": None}, "qk_norm=None, not 'rms_norm_across_heads'"),
+        ("transformer", {"attention_head_dim": 9}, "head_dim=9: .* an even number"),
+        ("vae", {"is_residual": True, "patch_size": 2}, "is_residual=True, not False; patch_size=2, not None"),
+        ("vae", {"attn_scales": [0.5]}, r"attn_scales=\[0.5\]"),
+        ("vae", {"scale_factor_spatial": 16}, "scale_factor_spatial=16, not 8"),
+        ("vae", {"scale_factor_temporal": 8}, "scale_factor_temporal=8, not 4"),
+        ("vae", {"temperal_downsample": [True]}, "every level but the last of the 4"),
+        ("vae", {"latents_std": [1.0]}, "latents_std has 1 entries; latent_channels is 16"),
+        ("vae", {"decoder_base_dim": 95, "dim_mult": [1, 1, 2, 2]}, r"width=95 times \[1\] .* is odd"),
+    ],
+)
+def test_another_wan_is_refused(name, settings, message):
+    with pytest.raises(ConversionError, match=message):
+        {"transformer": wan, "vae": autoencoder_kl_wan}[name].COMPONENT.read_config(
+            published(f"Wan2.1-T2V-1.3B/{name}") | settings
+        )
 
 
 def written(component, mapping, directory, *, files):

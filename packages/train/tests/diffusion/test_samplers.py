@@ -159,6 +159,10 @@ def test_a_dynamic_shift_depends_on_the_size_of_the_images(shift, pixels, expect
         (NOISE, {"name": "heun", "final": "min"}, "heun always ends without noise"),
         (NOISE, {"name": "plms", "spacing": "trailing"}, "plms steps by equal numbers"),
         (NOISE, {"correction": "heun"}, "correction would have no effect on euler"),
+        (NOISE, {"name": "unipc", "euler_at_final": True}, "euler_at_final would have no effect on unipc"),
+        (NOISE, {"name": "unipc", "final": "min", "sigmas": "karras"}, "unipc ends at the last level of sigmas"),
+        (FlowConfig(), {"name": "unipc", "sigmas": "karras"}, "unipc divides a flow into equal times"),
+        (FlowConfig(), {"terminal": 0.1, "steps": 1}, "terminal=0.1 is the last of several times"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(schedule, settings, message):

@@ -92,6 +92,8 @@ STABLE_XL = {"_class_name": "EulerDiscreteScheduler", "clip_sample": False, "int
 STABLE_XL |= {"prediction_type": "epsilon", "sample_max_value": 1.0, "timestep_spacing": "leading"}
 NOISE = NoiseConfig(betas="scaled_linear", beta_start=0.00085, beta_end=0.012)
 LEADING = {"spacing": "leading", "steps_offset": 1}
+UNIPC = {"_class_name": "UniPCMultistepScheduler"}
+UNIPC_FLOW = UNIPC | {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,18 @@ def test_published_schedulers_of_betas_are_read_and_written(tmp_path, mapping, e
         ({"_class_name": "DPMSolverMultistepScheduler", "solver_order": 1}, "solver_order=1 and"),
         ({"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True}, "use_flow_sigmas=True, not False"),
         ({"_class_name": "DPMSolverMultistepScheduler", "variance_type": "learned"}, "variance_type='learned'"),
+        (UNIPC | {"prediction_type": "flow_prediction"}, "prediction_type='flow_prediction', not 'epsilon'"),
+        (UNIPC | {"shift_terminal": 0.1}, "shift_terminal=0.1, not None"),
+        (UNIPC | {"thresholding": True, "solver_order": 3}, "thresholding=True, .*|solver_order=3, not 2"),
+        (UNIPC_FLOW | {"prediction_type": "epsilon"}, "prediction_type='epsilon', not 'flow_prediction'"),
+        (UNIPC_FLOW | {"solver_type": "bh1", "predict_x0": False}, "predict_x0=False, .*solver_type='bh1', not 'bh2'"),
+        (UNIPC_FLOW | {"disable_corrector": [0]}, r"disable_corrector=\[0\], not \[\]"),
+        (UNIPC_FLOW | {"solver_p": "other"}, "solver_p='other', not None"),
+        (UNIPC_FLOW | {"use_dynamic_shifting": True}, "use_dynamic_shifting=True, not False"),
+        (UNIPC_FLOW | {"use_karras_sigmas": True}, "use_karras_sigmas=True, not False"),
+        (UNIPC_FLOW | {"final_sigmas_type": "sigma_min"}, "final_sigmas_type='sigma_min', not 'zero'"),
+        (UNIPC_FLOW | {"num_train_timesteps": 500}, "num_train_timesteps=500, not 1000"),
+        (UNIPC_FLOW | {"new_key": 3}, "new_key=3"),
     ],
 )
 def test_settings_of_betas_that_samplers_do_not_follow_are_refused_by_name(tmp_path, mapping, message):

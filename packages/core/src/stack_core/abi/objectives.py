@@ -23,7 +23,7 @@ class Objective(ABC):
 
     Attributes:
       inputs: axis names of each batch array that the objective reads, such as "batch seq"; axes with equal names have
-        equal sizes. The data is checked against them before anything is traced.
+        equal sizes, and `*name` is any number of axes. The data is checked against them before anything is traced.
       notes: lines to print at the start of a run, such as how an algorithm departs from its paper.
       shown_metrics: names of its metrics to display after the loss, in this order, for instance because the loss of a
         policy gradient is hard to interpret. Names without a metric in a batch are skipped.

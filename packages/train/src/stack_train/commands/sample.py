@@ -1,4 +1,4 @@
-"""`stack sample`: sampling of images from a diffusion or flow model."""
+"""`stack sample`: sampling of images and videos from a diffusion or flow model."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,9 +37,11 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     guidance_rescale: float = 0.0,
     embedded_guidance: float | None = None,
     size: str | None = None,
+    frames: int | None = None,
+    fps: float = 16.0,
     seed: Annotated[int, Parameter(negative=())] = 0,
 ) -> None:
-    """Sample images: stack sample RUN --label 3 --grid 8x8 --out grid.png, stack sample hf:DIR --prompt "a red cat"
+    """Sample images or videos: stack sample RUN --label 3 --out grid.png, stack sample hf:DIR --prompt "a red cat"
 
     Args:
       model: directory of a run with the objective flow_matching, epsilon or v, or hf:DIR, a diffusers directory.
@@ -51,17 +53,20 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       strength: fraction of the steps that the image is put through, 0.8 by default, or 1 with a mask.
       lora: safetensors file of a LoRA in diffusers' or kohya's layout, or FILE=SCALE; may be repeated.
       grid: rows x columns of images; by default 8x8, or one image per prompt.
-      out: PNG file to write; by default a file in the run's directory that its report displays, or image.png.
+      out: PNG file to write, or for videos a GIF or WebP file, or the name of PNG files of all frames; by default a
+        file in the run's directory that its report displays, or image.png or video.gif.
       sampler: numerical method that integrates from noise to images; by default the directory's scheduler, or euler.
       steps: number of sampling steps.
       spacing: spacing of the timesteps in a schedule of betas, by default the directory's, or linspace; for
         flow_matching, linspace ends at the lowest of 1000 times, the default of Stable Diffusion 3.
       eta: fraction of fresh noise in each ddim step.
       guidance: guidance scale; values above 1 follow the label or prompt more closely, with less variety. By default
-        7.5 for Stable Diffusion, 5 for Stable Diffusion XL and 1 for others.
+        7.5 for Stable Diffusion, 5 for Stable Diffusion XL and Wan, 7 for Stable Diffusion 3 and 1 for others.
       guidance_rescale: fraction, 0 to 1, by which the contrast added by guidance is removed.
       embedded_guidance: guidance scale passed as an input to guidance-distilled models such as FLUX.1 dev.
       size: size in pixels, for latent diffusion models: a number, or WIDTHxHEIGHT.
+      frames: number of frames, for models of videos; by default the run's, or 81 for directories.
+      fps: frames per second of a video.
       seed: seed of the noise; the same seed gives the same images.
     """
     model = local_address(model)
@@ -70,7 +75,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     if prompt and label:
         raise ConfigError("Give --prompt or --label, not both: a model is conditioned on either texts or labels.")
     # These import JAX, which is too slow for `stack --help`.
-    from stack_train.diffusion.grid import pillow, tiled, write_png
+    from stack_train.diffusion.grid import pillow
     from stack_train.diffusion.samplers import SamplerConfig
     from stack_train.diffusion.sampling import open_images
 
@@ -86,7 +91,11 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     pillow()  # Raises now rather than after minutes of sampling if Pillow is not installed.
     keep_compiled()
     start = None if image is None else _read_start(image, mask, pixels)
-    opened = open_images(model, size=pixels if start is None else start.image.shape[:2], loras=_loras(lora))
+    sides = pixels if start is None else start.image.shape[:2]
+    opened = open_images(model, size=sides, frames=frames, loras=_loras(lora))
+    path = out or _default_path(model, opened.step, label, ".gif" if opened.makes_videos else ".png")
+    if opened.makes_videos:
+        _check_video(path, fps)
     config = opened.sampler.changed(given)
     places = range(rows * columns)
     if label and (opened.encoders is not None or not opened.config.classes):
@@ -107,18 +116,40 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [labels[place % columns % len(labels)] for place in places]
         images = opened.images(turns, config, seed=seed)
-    path = out or _default_path(model, opened.step, label)
-    write_png(tiled(images, columns), path)
-    print(path)
+    _write(images, columns, path, fps)
     if out is None and opened.step is not None:
         directory = RunDirectory(Path(model))
         write_report(Path(model), parse_yaml(directory.config_yaml(), str(directory.config)))
 
 
-def _default_path(model: str, step: int | None, label: tuple[int, ...]) -> Path:
+def _default_path(model: str, step: int | None, label: tuple[int, ...], suffix: str) -> Path:
     if step is None:
-        return Path("image.png")
-    return Path(model) / "samples" / f"step-{step}{''.join(f'-{one}' for one in label)}.png"
+        return Path("video" if suffix == ".gif" else "image").with_suffix(suffix)
+    return Path(model) / "samples" / f"step-{step}{''.join(f'-{one}' for one in label)}{suffix}"
+
+
+def _check_video(path: Path, fps: float) -> None:
+    """Raises a ConfigError before minutes of sampling if a video cannot be written."""
+    from stack_train.diffusion.grid import VIDEO_SUFFIXES
+
+    if path.suffix not in VIDEO_SUFFIXES:
+        raise ConfigError(f"--out is {path}; videos are written as {', '.join(VIDEO_SUFFIXES)} files. Rename it.")
+    if not 0.0 < fps <= 100.0:
+        raise ConfigError(f"--fps is {fps:g}; animations have up to 100 frames per second. Give such a number.")
+
+
+def _write(images: Any, columns: int, path: Path, fps: float) -> None:
+    """Writes a grid of images, or of videos frame by frame, and prints the path."""
+    import numpy as np
+
+    from stack_train.diffusion.grid import tiled, write_png, write_video
+
+    if images.ndim == 4:
+        write_png(tiled(images, columns), path)
+    else:
+        frames = [tiled(images[:, frame], columns) for frame in range(images.shape[1])]
+        write_video(np.stack(frames), path, rate=fps)
+    print(path)
 
 
 def _sizes(grid: str) -> tuple[int, int]:

@@ -37,6 +37,11 @@ class ImageSettings:
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
     prefetch_batches: NonNegativeInt = 2
 
+    @property
+    def encoders(self) -> str | None:
+        """Diffusers directory whose encoders make latents and conditions of the data; None for pixels."""
+        return None
+
     def work(self) -> tuple[str, int]:
         return "images", self.batch_size
 
@@ -111,7 +116,7 @@ class LabelledImages:
       names: readable name of each image.
     """
 
-    pixels: UInt8[np.ndarray, "images height width channels"]
+    pixels: UInt8[np.ndarray, "images *frames height width channels"]
     labels: Int32[np.ndarray, " images"] | None
     names: Sequence[str]
 
@@ -181,6 +186,6 @@ class ImageBatches(Batches):
         }
 
 
-def as_pixels(images: np.ndarray | jax.Array) -> UInt8[np.ndarray, "images height width channels"]:
-    """Converts images from [-1, 1] to uint8 pixels from 0 to 255, clipping values outside of the range."""
+def as_pixels(images: np.ndarray | jax.Array) -> UInt8[np.ndarray, "images *frames height width channels"]:
+    """Converts images or videos from [-1, 1] to uint8 pixels from 0 to 255, clipping values outside of the range."""
     return np.round((np.clip(np.asarray(images, np.float32), -1.0, 1.0) + 1.0) * 127.5).astype(np.uint8)

@@ -16,7 +16,16 @@ from stack_train.data.cache import cached, digest_of
 from stack_train.data.files import stat_digest
 from stack_train.diffusion.grid import pillow, turn_upright
 
-__all__ = ["IMAGE_CHANNELS", "CropRule", "FileImages", "ImageScaling", "OnUnreadable", "read_images"]
+__all__ = [
+    "IMAGE_CHANNELS",
+    "CropRule",
+    "FileImages",
+    "ImageScaling",
+    "OnUnreadable",
+    "mode_of",
+    "read_images",
+    "report_unreadable",
+]
 
 _FORMAT = 2
 _MODES = {1: "L", 3: "RGB"}
@@ -62,7 +71,7 @@ class ImageScaling:
 
 @dataclass(frozen=True)
 class FileImages:
-    """The images read from files.
+    """The images or videos read from files.
 
     Attributes:
       pixels: uint8 pixels of each image, memory-mapped.
@@ -70,7 +79,7 @@ class FileImages:
       unreadable: path of each file that could not be read as an image, with the reason.
     """
 
-    pixels: UInt8[np.ndarray, "images height width channels"]
+    pixels: UInt8[np.ndarray, "images *frames height width channels"]
     names: Sequence[str]
     unreadable: Sequence[str]
 
@@ -101,7 +110,7 @@ def read_images(
     """
     images = _read(files, size, _MODES[channels], scaling)
     if images.unreadable:
-        _report(images.unreadable, len(images.names), unreadable)
+        report_unreadable(images.unreadable, len(images.names), unreadable)
     if not images.names:
         raise DataError(f"{source} holds no image. Point data.source at files with some.")
     return images
@@ -153,11 +162,16 @@ def _decoded(
             yield path, f"{type(error).__name__}: {error}"
 
 
-def _report(unreadable: Sequence[str], read: int, policy: OnUnreadable) -> None:
-    """Raises an error or warns about files that cannot be read as images."""
+def mode_of(channels: int) -> str:
+    """Returns Pillow's mode of images with a number of channels from `IMAGE_CHANNELS`."""
+    return _MODES[channels]
+
+
+def report_unreadable(unreadable: Sequence[str], read: int, policy: OnUnreadable, kind: str = "images") -> None:
+    """Raises an error or warns about files that cannot be read as images or as another kind."""
     more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
     listing = "\n  ".join(unreadable[:_NAMED]) + more
-    counted = f"{len(unreadable)} of {len(unreadable) + read} files cannot be read as images"
+    counted = f"{len(unreadable)} of {len(unreadable) + read} files cannot be read as {kind}"
     if policy == "error":
         raise DataError(f"{counted}:\n  {listing}\nRepair or remove them, or set data.unreadable to skip.")
     warnings.warn(f"{counted}; they are skipped:\n  {listing}", stacklevel=4)

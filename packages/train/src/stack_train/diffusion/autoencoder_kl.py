@@ -24,11 +24,9 @@ from stack_train.diffusion.denoiser import Images
 from stack_train.models.reader import Reader, Setting
 from stack_train.nn.linear import FloatName, Linear
 
-__all__ = ["COMPONENT", "FAMILY", "AutoencoderKl", "AutoencoderKlConfig"]
+__all__ = ["COMPONENT", "FAMILY", "AutoencoderKl", "AutoencoderKlConfig", "clipped_log_variance"]
 
 _ATTENTION = dict.fromkeys(("query", "key", "value"), ("batch", None, None, None))
-# As diffusers clips log-variances, which keeps exp(log_variance) finite in float32.
-_LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE = -30.0, 20.0
 
 Latents = Float[Array, "batch latent_height latent_width latent_channels"]
 
@@ -249,7 +247,7 @@ class AutoencoderKl(nnx.Module):
         moments = self.encoder(images.astype(self.config.dtype))
         moments = moments if self.quant_conv is None else self.quant_conv(moments)
         mean, log_variance = jnp.split(moments.astype(jnp.float32), 2, axis=-1)
-        return mean, jnp.clip(log_variance, _LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE)
+        return mean, clipped_log_variance(log_variance)
 
     def decode(self, latents: Latents) -> Images:
         """Returns images, about -1 to 1, in float32."""
@@ -275,6 +273,11 @@ class AutoencoderKl(nnx.Module):
     def images_of(self, scaled: Latents) -> Images:
         """Decodes scaled latents of a denoiser."""
         return self.decode(scaled / self.config.scaling_factor + self.config.shift_factor)
+
+
+def clipped_log_variance(log_variance: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Clips log-variances to -30 .. 20 as diffusers does, which keeps exp(log_variance) finite in float32."""
+    return jnp.clip(log_variance, -30.0, 20.0)
 
 
 class AutoencoderKlFamily:

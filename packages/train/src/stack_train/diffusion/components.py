@@ -25,7 +25,7 @@ __all__ = ["Component", "load_component", "save_component"]
 _CONFIG = "config.json"
 _SHARD_BYTES = 10 * 10**9
 _CLASS = "_class_name"
-_ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias"}
+_ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias", "gamma": ".gamma"}
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -45,9 +45,9 @@ class Component:
       settings: fields that both configs have, by our name.
       fixed: keys with the only value that the model supports.
       silent: keys without an effect on the computation, in addition to `HARMLESS_KEYS`.
-      names: maps paths of our modules to module names in the files. A parameter other than a kernel, scale or bias
-        has an entry with its full name. "{layer}" stands for the index of a layer, because our layers are stacked. A
-        module without an entry has the same path in the files, with dots.
+      names: maps paths of our modules to module names in the files. A parameter other than a kernel, scale, bias or
+        gamma has an entry with its full name. "{layer}" stands for the index of a layer, because our layers are
+        stacked. A module without an entry has the same path in the files, with dots.
       rename: name of a module without an entry in `names`, if it is not the path with dots.
       first_layers: index of the first layer of stacked modules that do not begin at layer 0, by the first part of their
         path.
@@ -129,12 +129,12 @@ class Component:
 
 
 def _laid_out(kernel: np.ndarray, square: tuple[int, ...] | None) -> np.ndarray:
-    """Returns a kernel in torch's layout: [d_out, d_in], [d_out, *square], or [out, in, height, width].
+    """Returns a kernel in torch's layout: [d_out, d_in], [d_out, *square], or [out, in, *sides].
 
     It is a writable view: only the axis that torch splits is split.
     """
-    if kernel.ndim == 4:
-        return kernel.transpose(3, 2, 0, 1)
+    if kernel.ndim >= 4:
+        return np.moveaxis(kernel, (-1, -2), (0, 1))
     turned = kernel.T
     return turned if square is None else turned.reshape(len(turned), *square)
 

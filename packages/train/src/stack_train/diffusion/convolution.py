@@ -1,6 +1,7 @@
-"""Layers of image autoencoders: convolutions and group norms of arrays with channels last."""
+"""Layers of autoencoders of images and videos: convolutions and norms of arrays with channels last."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,13 @@ from jaxtyping import Array, Float
 
 from stack_train.nn.linear import FloatName
 
-__all__ = ["Convolution", "Features", "GroupNorm"]
+__all__ = ["CausalConvolution", "ChannelNorm", "Convolution", "Features", "GroupNorm", "Past", "VideoFeatures"]
 
 Features = Float[Array, "batch _ _ _"]
 """[batch, height, width, channels], of which layers change all but the first."""
+
+VideoFeatures = Float[Array, "batch _ _ _ _"]
+"""[batch, frames, height, width, channels]."""
 
 
 class Convolution(nnx.Module):
@@ -73,3 +77,72 @@ class GroupNorm(nnx.Module):
         normed = centred * jax.lax.rsqrt(jnp.square(centred).mean((1, 3), keepdims=True) + self.epsilon)
         scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
         return (normed.reshape(x.shape) * scale + bias).astype(x.dtype)
+
+
+class ChannelNorm(nnx.Module):
+    """y = gamma sqrt(channels) x / |x|, over the channels of each pixel; computed in float32.
+
+    Args:
+      axes: number of axes of length 1 after the channels in gamma's shape, which is the shape in files.
+    """
+
+    def __init__(self, channels: int, param_dtype: FloatName, *, axes: int) -> None:
+        self.gamma = nnx.Param(jnp.ones((channels, *[1] * axes), param_dtype), logical_axes=(None,) * (1 + axes))
+
+    def __call__(self, x: Float[Array, "batch *pixels channels"]) -> Float[Array, "batch *pixels channels"]:
+        gamma, wide = self.gamma[...].astype(jnp.float32).reshape(-1), x.astype(jnp.float32)
+        # The bound is torch's, squared.
+        squared = jnp.maximum(jnp.square(wide).sum(-1, keepdims=True), 1e-24)
+        return (wide * jax.lax.rsqrt(squared) * math.sqrt(x.shape[-1]) * gamma).astype(x.dtype)
+
+
+class Past:
+    """Last input frames of causal layers before a chunk of a video, in the order of their calls.
+
+    Attributes:
+      is_first: True for the first chunk, without earlier frames.
+      kept: frames for the next chunk.
+    """
+
+    def __init__(self, frames: Sequence[Array] | None = None) -> None:
+        self.is_first, self.kept = frames is None, list[Array]()
+        self._frames = iter(frames or ())
+
+    def exchange(self, x: VideoFeatures, frames: int) -> VideoFeatures:
+        """Returns x after the frames of the previous chunk, zeros before the first; keeps the last frames of both."""
+        before = jnp.zeros((x.shape[0], frames, *x.shape[2:]), x.dtype) if self.is_first else next(self._frames)
+        joined = jnp.concatenate([before, x], axis=1)
+        self.kept.append(joined[:, joined.shape[1] - frames :])
+        return joined
+
+
+class CausalConvolution(nnx.Module):
+    """A convolution of videos with kernel[frames, side, side, in, out], in which no frame reads a later one.
+
+    Initial values are normal with variance 1 / (frames side^2 in), and the bias starts at zero.
+    """
+
+    def __init__(
+        self, channels: tuple[int, int], *, frames: int = 3, side: int = 3, param_dtype: FloatName, key: jax.Array
+    ) -> None:
+        shape = (frames, side, side, *channels)
+        values = jax.random.normal(key, shape, param_dtype) / math.sqrt(frames * side * side * channels[0])
+        self.kernel = nnx.Param(values.astype(param_dtype), logical_axes=(None,) * 5)
+        self.bias = nnx.Param(jnp.zeros(channels[1:], param_dtype), logical_axes=(None,))
+
+    def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
+        """Convolves a chunk of a video after the frames of the previous chunk."""
+        frames = self.kernel.shape[0] - 1
+        return self.inside(past.exchange(x, frames) if frames else x)
+
+    def inside(self, x: VideoFeatures, stride: int = 1) -> VideoFeatures:
+        """Convolves frames that have all their earlier frames in x; each output is `stride` frames after the last."""
+        padding = self.kernel.shape[1] // 2
+        y = jax.lax.conv_general_dilated(
+            x,
+            self.kernel[...].astype(x.dtype),
+            (stride, 1, 1),
+            ((0, 0), (padding, padding), (padding, padding)),
+            dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+        )
+        return y + self.bias[...].astype(x.dtype)

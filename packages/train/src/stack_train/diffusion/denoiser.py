@@ -1,5 +1,6 @@
 """Interfaces between denoisers, objectives and samplers."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ __all__ = [
     "ImagesConfig",
     "LimitsSize",
     "Predicted",
+    "VideosConfig",
     "condition_of",
     "image_tokens",
     "positive",
@@ -25,10 +27,10 @@ __all__ = [
 TIMESTEPS = 1000.0
 """The timestep of pure noise: a flow's time 1, or one past the last step of a discrete schedule of 1000."""
 
-Images = Float[Array, "batch height width channels"]
-"""Images in [-1, 1], or latents of them."""
+Images = Float[Array, "batch *frames height width channels"]
+"""Images or videos in [-1, 1], or latents of them."""
 
-Predicted = Float[Array, "batch height width predicted"]
+Predicted = Float[Array, "batch *frames height width predicted"]
 """What a denoiser says; some say more channels than images have, such as variances."""
 
 Condition = Mapping[str, jax.Array]
@@ -72,6 +74,17 @@ class ImagesConfig(Protocol):
 
 
 @runtime_checkable
+class VideosConfig(Protocol):
+    """The config of a model of videos, which is an `ImagesConfig` as well.
+
+    Attributes:
+      frames: number of frames of the videos or latents.
+    """
+
+    frames: int
+
+
+@runtime_checkable
 class LimitsSize(Protocol):
     """The config of an image model that does not support all sizes that its patches divide."""
 
@@ -102,14 +115,15 @@ def unconditional(condition: Condition, *, shared: tuple[str, ...] = ()) -> Cond
     }
 
 
-def image_tokens(model: Any, height: int, width: int) -> int:
-    """Returns the number of patches of an image; without `config.patch`, each pixel is a patch.
+def image_tokens(model: Any, *shape: int) -> int:
+    """Returns the number of patches of an image or video; without `config.patch`, each pixel is a patch.
 
     Args:
-      height, width: size of the denoiser's input, images or latents.
+      shape: (height, width) of the denoiser's input, images or latents, after the number of frames of a video.
     """
     patch = getattr(getattr(model, "config", None), "patch", 1)
-    return (height // patch) * (width // patch)
+    *frames, height, width = shape
+    return math.prod(frames) * (height // patch) * (width // patch)
 
 
 def predicted_halfway(model: Denoiser, batch: Mapping[str, jax.Array]) -> Predicted:

@@ -25,8 +25,8 @@ from stack_train.diffusion.layers import (
     grid_positions,
     modulated,
     patches_of,
-    self_attention,
     split_heads,
+    unmasked_attention,
     unpatched,
     waves,
 )
@@ -127,7 +127,7 @@ class DitBlock(nnx.Module):
         query = split_heads(self.query(normed), self.heads, "queries")
         key = split_heads(self.key(normed), self.heads, "keys")
         value = split_heads(self.value(normed), self.heads, "values")
-        x = x + gate[:, None] * self.output(self_attention(query, key, value))
+        x = x + gate[:, None] * self.output(unmasked_attention(query, key, value))
         # diffusers' first norm has a fixed epsilon of 1e-6, the second its `norm_eps`.
         normed = modulated(x, shift_mlp, scale_mlp, epsilon=1e-5)
         wide = constrain(self.up(normed), "batch", "seq", "act_mlp", name="a feed-forward layer")

@@ -17,10 +17,13 @@ from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.checkpoint import CheckpointStore
+from stack_train.data.image_batches import ImageSettings
 from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.data.kinds.images import ImagesData
-from stack_train.diffusion import autoencoder_kl, dit, flux, sd3, unet
+from stack_train.data.kinds.videos import VideosData
+from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, dit, flux, sd3, unet, wan
 from stack_train.diffusion.components import Component, load_component, save_component
+from stack_train.diffusion.denoiser import VideosConfig
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig
 from stack_train.diffusion.pipeline import INDEX, Pipeline, open_encoders, open_pipeline, save_pipeline
 from stack_train.diffusion.reconstruction import ReconstructionConfig
@@ -30,8 +33,9 @@ from stack_train.variables.weights import read_params
 
 __all__ = ["component_in", "component_of", "export_images", "import_images"]
 
-_COMPONENTS = {module.COMPONENT.family.name: module.COMPONENT for module in (dit, flux, sd3, unet, autoencoder_kl)}
-_SOURCE = "images/**/*"
+_MODULES = (dit, flux, sd3, unet, wan, autoencoder_kl, autoencoder_kl_wan)
+_COMPONENTS = {module.COMPONENT.family.name: module.COMPONENT for module in _MODULES}
+_SOURCE, _VIDEOS = "images/**/*", "videos/*"
 
 
 def component_of(family: str) -> Component | None:
@@ -50,7 +54,7 @@ def component_in(directory: Path) -> bool:
 def import_images(directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
     """Makes a run of a diffusers directory: a denoiser with its encoders, or a single DiT or autoencoder.
 
-    The run's data names a folder `images`, which is to be changed before the run trains on.
+    The run's data names a folder `images` or `videos`, which is to be changed before the run trains on.
 
     Raises:
       ConversionError: the directory cannot be read, or `run` exists.
@@ -72,7 +76,7 @@ def import_images(directory: Path, run: Path, *, progress: Progress | None = Non
         with CheckpointStore(paths.checkpoints) as store:
             store.save_weights(reported(), to_yaml(config), total_bytes=total_bytes)
         paths.config.write_text(to_yaml(config), encoding="utf-8")
-        if isinstance(config.data, CaptionedData):
+        if isinstance(config.data, ImageSettings) and config.data.encoders is not None:
             model_config = config.model
             encoders = open_encoders(directory, text_tokens=model_config.text_tokens, text_dim=model_config.text_dim)
             EncoderIdentity.of(encoders, config.model.text_tokens).write(partial)
@@ -85,12 +89,18 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
     output = str(run)
     if (directory / INDEX).is_file():
         pipeline = open_pipeline(directory)
-        data = CaptionedData(source=_SOURCE, pipeline=str(directory.absolute()))
+        absolute = str(directory.absolute())
+        is_video = pipeline.encoders.pipeline.video_size is not None
+        data = (
+            VideosData(source=_VIDEOS, pipeline=absolute)
+            if is_video
+            else CaptionedData(source=_SOURCE, pipeline=absolute)
+        )
         config = RunConfig(output=output, model=pipeline.config, data=data, objective=pipeline.objective)
         return config, pipeline.model
     name = json.loads((directory / "config.json").read_bytes())["_class_name"]
     # Denoisers of texts need their encoders, so they are read with their directories only.
-    alone = (dit.COMPONENT, autoencoder_kl.COMPONENT)
+    alone = (dit.COMPONENT, autoencoder_kl.COMPONENT, autoencoder_kl_wan.COMPONENT)
     known = {name: each for each in alone for name in (each.class_name, *each.former_names)}
     if name not in known:
         raise ConversionError(
@@ -98,14 +108,17 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
         )
     config, model = load_component(known[name], directory)
     objective = FlowMatchingConfig() if known[name] is dit.COMPONENT else ReconstructionConfig()
-    return RunConfig(output=output, model=config, data=ImagesData(source=_SOURCE), objective=objective), model
+    is_video = known[name] is autoencoder_kl_wan.COMPONENT
+    data = VideosData(source=_VIDEOS) if is_video else ImagesData(source=_SOURCE)
+    return RunConfig(output=output, model=config, data=data, objective=objective), model
 
 
 def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     """Converts a run's newest checkpoint to a diffusers directory, with averages if any and merged adapters.
 
     A denoiser with text conditions is exported with the encoders of its training. An autoencoder is exported with a
-    measured scaling factor, which normalizes the latents of the run's held-out images to unit standard deviation.
+    measured scale, which normalizes the latents of the run's held-out images to unit standard deviation, or those of
+    videos channel by channel.
 
     Raises:
       ConversionError: the encoders are missing or have changed, or `directory` exists.
@@ -113,7 +126,7 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     component = _COMPONENTS[saved.model.name]
     graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
     model, config = nnx.merge(graph, nnx.State(read_params(run, saved.model)[0])), saved.model
-    if isinstance(saved.data, CaptionedData):
+    if isinstance(saved.data, ImageSettings) and saved.data.encoders is not None:
         identity = EncoderIdentity.read(run)
         encoders = open_encoders(
             Path(identity.directory), text_tokens=identity.text_tokens, text_dim=saved.model.text_dim
@@ -128,16 +141,16 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
             )
         save_pipeline(directory, Pipeline(config, model, encoders, objective, encoders.pipeline.sampler))
     else:
-        if component is autoencoder_kl.COMPONENT:
-            config = replace(config, scaling_factor=measured_scaling(model, saved), shift_factor=0.0)
+        if component in (autoencoder_kl.COMPONENT, autoencoder_kl_wan.COMPONENT):
+            config = replace(config, **measured_scale(model, saved))
         save_component(component, directory, config, model)
     leaves = jax.tree.leaves(nnx.state(model))
     parameters = sum(leaf.size for leaf in leaves)
     return Conversion(directory, parameters, sum(leaf.nbytes for leaf in leaves), config.param_dtype, ())
 
 
-def measured_scaling(model: Any, saved: RunConfig) -> float:
-    """Returns the factor that normalizes the latents of held-out images to unit standard deviation."""
+def measured_scale(model: Any, saved: RunConfig) -> dict[str, Any]:
+    """Returns the fields of an autoencoder's config that normalize the latents of held-out images or videos."""
     batches = saved.data.build(seed=saved.run.seed, model=saved.model)
     # A run without held-out images measures on training images.
     batch: Mapping[str, np.ndarray] = next(iter(batches.validation_batches()), None) or next(batches.train_iterator())
@@ -145,4 +158,8 @@ def measured_scaling(model: Any, saved: RunConfig) -> float:
     images = batch["images"][batch["weights"] > 0]
     graph, state = nnx.split(model)
     mean, _ = jax.jit(lambda state, images: nnx.merge(graph, state).encode(images))(state, jnp.asarray(images))
-    return float(1.0 / jnp.std(mean))
+    if not isinstance(saved.model, VideosConfig):
+        return {"scaling_factor": float(1.0 / jnp.std(mean)), "shift_factor": 0.0}
+    every = tuple(range(mean.ndim - 1))
+    means, stds = mean.mean(every).tolist(), mean.std(every).tolist()
+    return {"latents_mean": tuple(means), "latents_std": tuple(stds)}

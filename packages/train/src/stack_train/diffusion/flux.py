@@ -16,7 +16,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from stack_core import ops
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import constrain
@@ -34,12 +33,11 @@ from stack_train.diffusion.joint_blocks import (
     make_linear,
 )
 from stack_train.diffusion.layers import (
-    HEADS,
-    Heads,
     Tokens,
     modulated,
     patches_of,
-    self_attention,
+    rotated,
+    unmasked_attention,
     unpatched,
     waves,
 )
@@ -51,7 +49,6 @@ from stack_train.nn.stack import RematPolicy, scan_layers
 
 __all__ = ["COMPONENT", "FAMILY", "Flux", "FluxConfig"]
 
-_ROPE = {"x": HEADS, "positions": ("batch", "seq")}
 _GUIDANCE_SCALE = 1000.0  # scales guidance like timesteps; the frequencies assume a maximum of 1000 for both
 
 
@@ -136,7 +133,7 @@ class SingleBlock(nnx.Module):
         shift, scale, gate = jnp.split(self.modulation(condition), 3, axis=-1)
         normed = modulated(x, shift, scale)
         query, key, value = self.projections(normed)
-        attended = self_attention(rotated(query, places, self.axes), rotated(key, places, self.axes), value)
+        attended = unmasked_attention(rotated(query, places, self.axes), rotated(key, places, self.axes), value)
         wide = constrain(self.up(normed), "batch", "seq", "act_mlp", name="a block's feed-forward layer")
         # One product with the stacked weights of both outputs, [embed + mlp, embed].
         both = jnp.concatenate([attended, jax.nn.gelu(wide, approximate=True)], axis=-1)
@@ -212,17 +209,6 @@ class Flux(nnx.Module):
             return embedded
         guidance = condition.get("guidance", jnp.full_like(timesteps, self.config.guidance))
         return embedded + self.guidance(waves(guidance * _GUIDANCE_SCALE, WAVES, last=0).astype(dtype))
-
-
-def rotated(x: Heads, places: Int[Array, "batch seq axes"], axes: tuple[int, ...]) -> Heads:
-    """Applies rotary embeddings; each axis of the positions rotates its own part of the features."""
-    # Feature index at which each axis but the first starts.
-    starts = [sum(axes[:number]) for number in range(1, len(axes))]
-    parts = [
-        ops.rope(part, places[..., number], theta=10_000.0, interleaved=True, axes=_ROPE)
-        for number, part in enumerate(jnp.split(x, starts, axis=-1))
-    ]
-    return jnp.concatenate(parts, axis=-1)
 
 
 def _places(batch: int, text_tokens: int, rows: int, columns: int) -> Int[Array, "batch seq axes"]:

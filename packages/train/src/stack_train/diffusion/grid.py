@@ -1,4 +1,4 @@
-"""Image grids, PNG files and the orientation of image files."""
+"""Image grids, PNG files, animations and the orientation of image files."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,10 @@ from jaxtyping import UInt8
 from stack_core.abi.errors import DataError
 from stack_core.abi.installing import install_command
 
-__all__ = ["pillow", "tiled", "turn_upright", "write_png"]
+__all__ = ["VIDEO_SUFFIXES", "pillow", "tiled", "turn_upright", "write_png", "write_video"]
+
+VIDEO_SUFFIXES = (".gif", ".webp", ".png")
+"""Suffixes of videos that `write_video` writes."""
 
 _ORIENTATION = 274  # tag of EXIF
 # Pillow's transpositions by EXIF orientation. `ImageOps.exif_transpose` also rewrites all tags, and fails if
@@ -53,6 +56,35 @@ def write_png(pixels: UInt8[np.ndarray, "height width channels"], path: Path) ->
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         image.save(path, format="PNG")
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error}") from error
+
+
+def write_video(frames: UInt8[np.ndarray, "frames height width channels"], path: Path, *, rate: float) -> None:
+    """Writes an endless animation, or for the suffix .png a numbered file per frame; see `VIDEO_SUFFIXES`.
+
+    GIF has 256 colours per frame, and WebP is lossless. In both, Pillow joins consecutive equal frames.
+
+    Args:
+      rate: frames per second.
+
+    Raises:
+      DataError: Pillow is not installed, the suffix is another one, the number of channels is invalid, or the file
+        cannot be written.
+    """
+    if path.suffix not in VIDEO_SUFFIXES:
+        raise DataError(f"{path} is no {', '.join(VIDEO_SUFFIXES)} file, as which videos are written. Rename it.")
+    if path.suffix == ".png":
+        for number, frame in enumerate(frames):
+            write_png(frame, path.with_stem(f"{path.stem}-{number:04}"))
+        return
+    if frames.shape[-1] not in (1, 3):
+        raise DataError(f"A video has 1 or 3 channels, not {frames.shape[-1]}; latents need their decoder.")
+    images = [pillow().fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame) for frame in frames]
+    options = {"lossless": True} if path.suffix == ".webp" else {}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        images[0].save(path, save_all=True, append_images=images[1:], duration=round(1000.0 / rate), loop=0, **options)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error}") from error
 

@@ -55,10 +55,12 @@ class DiffusionModel(ImageModel):
     for rounding.
 
     Raises:
-      GenerationError: the model fills the masked part of an image, which requests do not have.
+      GenerationError: the model makes videos, or fills the masked part of an image, which requests do not have.
     """
 
     def __init__(self, sampler: ImageSampler, name: str) -> None:
+        if sampler.makes_videos:
+            raise GenerationError(f"{name} makes videos, and the server images. Use `stack sample --frames`.")
         if getattr(sampler.config, "extra_channels", 0):
             raise GenerationError(
                 f"{name} fills the masked part of an image, and requests have none. Use `stack sample --mask`."

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from stack_core.abi.mesh import constrain
-from stack_train.diffusion.layers import HEADS, Heads, Tokens, modulated, self_attention, split_heads
+from stack_train.diffusion.layers import HEADS, Heads, Tokens, modulated, split_heads, unmasked_attention
 from stack_train.nn.build import Build
 from stack_train.nn.linear import FloatName, Linear
 
@@ -106,7 +106,7 @@ class JointBlock(nnx.Module):
         of_text, text_others = self.text.before(text, condition)
         of_image, image_others = self.image.before(image, condition)
         query, key, value = (jnp.concatenate(parts, axis=1) for parts in zip(of_text, of_image, strict=True))
-        attended = self_attention(rotate(query), rotate(key), value)
+        attended = unmasked_attention(rotate(query), rotate(key), value)
         text_attended, image_attended = jnp.split(attended, [text.shape[1]], axis=1)
         return self.text.after(text, text_attended, text_others), self.image.after(image, image_attended, image_others)
 
@@ -124,15 +124,18 @@ class Widths(Protocol):
 
 
 class Embedder(nnx.Module):
-    """out(silu(in(x))): a number's waves, or a text's features, as wide as the stream."""
+    """out(activation(in(x))): a number's waves, or a text's features, as wide as the stream."""
 
-    def __init__(self, config: Widths, features: int, key: jax.Array) -> None:
+    def __init__(
+        self, config: Widths, features: int, key: jax.Array, *, activation: Callable[[Array], Array] = jax.nn.silu
+    ) -> None:
+        self.activation = activation
         first, second = jax.random.split(key)
         self.enter = make_linear(config, (features, config.embed), (None, "embed"), first)
         self.leave = make_linear(config, (config.embed, config.embed), ("embed", None), second)
 
-    def __call__(self, x: Float[Array, "batch features"]) -> Float[Array, "batch embed"]:
-        return self.leave(jax.nn.silu(self.enter(x)))
+    def __call__(self, x: Float[Array, "batch *seq features"]) -> Float[Array, "batch *seq embed"]:
+        return self.leave(self.activation(self.enter(x)))
 
 
 def make_linear(
@@ -174,10 +177,10 @@ TEXT_NAMES: Final = {
 }
 
 
-def embedder_names(embedders: Mapping[str, str]) -> dict[str, str]:
-    """Returns the names of layers in diffusers from the names of their embedders."""
+def embedder_names(embedders: Mapping[str, str], module: str = "time_text_embed") -> dict[str, str]:
+    """Returns the names of layers in diffusers from the names of their embedders in a module."""
     return {
-        f"{ours}/{end}": f"time_text_embed.{theirs}.linear_{number}"
+        f"{ours}/{end}": f"{module}.{theirs}.linear_{number}"
         for ours, theirs in embedders.items()
         for number, end in enumerate(("enter", "leave"), 1)
     }

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.abi.mesh import LogicalAxes, constrain
@@ -21,8 +21,9 @@ __all__ = [
     "line_positions",
     "modulated",
     "patches_of",
-    "self_attention",
+    "rotated",
     "split_heads",
+    "unmasked_attention",
     "unpatched",
     "waves",
 ]
@@ -31,6 +32,7 @@ Tokens = Float[Array, "batch seq embed"]
 Heads = Float[Array, "batch seq heads head_dim"]
 TOKENS: Final[LogicalAxes] = ("batch", "seq", None)
 HEADS: Final[LogicalAxes] = ("batch", "seq", "act_heads", None)
+_ROPE: Final[dict[str, LogicalAxes]] = {"x": HEADS, "positions": ("batch", "seq")}
 ATTENTION: Final[dict[str, LogicalAxes]] = {"query": HEADS, "key": HEADS, "value": HEADS}
 """The logical axes of the operands of `ops.attention`; `TOKENS` and `HEADS` are those of activations."""
 
@@ -86,7 +88,22 @@ def split_heads(x: Tokens, heads: int, name: str) -> Heads:
     return constrain(x.reshape(*x.shape[:2], heads, -1), *HEADS, name=name)
 
 
-def self_attention(query: Heads, key: Heads, value: Heads) -> Tokens:
-    """Every token attends to every other, head by head."""
+def rotated(x: Heads, places: Int[Array, "batch seq axes"], axes: tuple[int, ...]) -> Heads:
+    """Applies rotary embeddings; each axis of the positions rotates its own part of the features."""
+    # Feature index at which each axis but the first starts.
+    starts = [sum(axes[:number]) for number in range(1, len(axes))]
+    parts = [
+        ops.rope(part, places[..., number], theta=10_000.0, interleaved=True, axes=_ROPE)
+        for number, part in enumerate(jnp.split(x, starts, axis=-1))
+    ]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def unmasked_attention(
+    query: Heads,
+    key: Float[Array, "batch kv_seq heads head_dim"],
+    value: Float[Array, "batch kv_seq heads head_dim"],
+) -> Tokens:
+    """Every query attends to every key, head by head."""
     attended: Any = ops.attention(query, key, value, axes=ATTENTION)
     return attended.reshape(*query.shape[:2], -1)

@@ -18,6 +18,7 @@ SigmaSpacing: TypeAlias = Literal["karras", "exponential", "beta", "lu"]
 
 _RHO = 7.0  # of Karras et al.
 _BETA = 0.6  # both parameters of the beta distribution (Lee et al., 2024, arXiv:2407.12173)
+_FROM_NOISE = 1e-6  # distance of unipc's first time from pure noise
 _INTEGER = ("ddim", "plms")  # samplers that step between integer timesteps of the schedule
 
 
@@ -53,14 +54,24 @@ def flow_levels(schedule: FlowConfig, sampler: Any) -> Levels:
     last = 1.0 / sampler.steps
     if sampler.spacing == "linspace":
         last = schedule.lowest_time or schedule.shifted(1.0 / TIMESTEPS)
-    sigmas = schedule.shifted(np.linspace(1.0, last, sampler.steps))
+    unipc = sampler.name == "unipc"
+    times = np.linspace(1.0, 1.0 / TIMESTEPS if unipc else last, sampler.steps + unipc)
+    sigmas = schedule.shifted(times[: sampler.steps])
     if sampler.terminal is not None:
-        sigmas = 1.0 - (1.0 - sigmas) * (1.0 - sampler.terminal) / (1.0 - sigmas[-1])
+        # In the order of diffusers: truncated timesteps depend on the last bit.
+        sigmas = 1.0 - (1.0 - sigmas) / ((1.0 - sigmas[-1]) / (1.0 - sampler.terminal))
     if sampler.sigmas is not None:
         sigmas = _spaced(sampler, sigmas[0], sigmas[-1])
+    timesteps = sigmas * TIMESTEPS
+    if unipc:
+        # As in diffusers: multistep formulas divide by alpha, timesteps are truncated, and sigma is rounded to float32,
+        # which makes 1 - sigma of the first level 1% larger.
+        sigmas = np.where(np.abs(sigmas - 1.0) < _FROM_NOISE, sigmas - _FROM_NOISE, sigmas)
+        timesteps = np.floor(sigmas * TIMESTEPS)
+        sigmas = sigmas.astype(np.float32).astype(np.float64)
     after = np.append(sigmas[1:], 0.0)
     ones = np.ones_like(sigmas)
-    return Levels(sigmas * TIMESTEPS, 1.0 - sigmas, sigmas, 1.0 - after, after, ones, ones)
+    return Levels(timesteps, 1.0 - sigmas, sigmas, 1.0 - after, after, ones, ones)
 
 
 def schedule_levels(schedule: NoiseConfig, sampler: Any) -> Levels:
@@ -70,8 +81,9 @@ def schedule_levels(schedule: NoiseConfig, sampler: Any) -> Levels:
       ConfigError: the schedule has fewer steps.
     """
     steps, integer = sampler.steps, sampler.name in _INTEGER
-    # DPM-Solver++ divides the schedule into one more step, and leaves the last one out.
-    if steps + sampler.name.startswith("dpmpp") > schedule.steps:
+    # Multistep samplers divide the schedule into one more step, and leave the last one out.
+    multistep = _is_multistep(sampler)
+    if steps + multistep > schedule.steps:
         raise ConfigError(f"{steps} steps are more than the {schedule.steps} of the noise schedule. Take fewer.")
     alphas, sigmas = schedule.alphas_and_sigmas()
     if not alphas[-1] and not integer:
@@ -83,12 +95,12 @@ def schedule_levels(schedule: NoiseConfig, sampler: Any) -> Levels:
     every = sigmas / alphas
     ratios = np.interp(timesteps, np.arange(schedule.steps), every)  # timesteps may be fractional
     if sampler.sigmas is not None:
-        multistep = sampler.name.startswith("dpmpp")
         first, last = (every[-1], every[0]) if multistep else (ratios[0], ratios[-1])
         ratios = _spaced(sampler, first, last)
         timesteps = np.interp(np.log(ratios), np.log(every), np.arange(schedule.steps))
         if multistep:
-            rounds = sampler.sigmas in ("karras", "lu") and schedule.betas != "cosine"
+            whole = schedule.betas != "cosine" or sampler.name == "unipc"
+            rounds = sampler.sigmas in ("karras", "lu") and whole
             # diffusers truncates what float32 may have rounded down: the schedule's last timestep becomes 998.
             timesteps = np.round(timesteps) if rounds else np.floor(timesteps - 1e-4).clip(0.0)
     after = np.append(ratios[1:], every[0] if sampler.final == "min" else 0.0)
@@ -104,8 +116,7 @@ def schedule_levels(schedule: NoiseConfig, sampler: Any) -> Levels:
 def _timesteps(schedule: NoiseConfig, sampler: Any) -> np.ndarray:
     """Returns the timesteps of a spacing in descending order."""
     steps, total = sampler.steps, schedule.steps
-    # DPM-Solver++ divides the schedule into one more step, and leaves the last one out.
-    parts = steps + sampler.name.startswith("dpmpp")
+    parts = steps + _is_multistep(sampler)
     match sampler.spacing or ("leading" if sampler.name == "plms" else "linspace"):
         case "leading":
             timesteps = (np.arange(parts) * (total // parts))[::-1][:steps] + float(sampler.steps_offset)
@@ -120,6 +131,10 @@ def _timesteps(schedule: NoiseConfig, sampler: Any) -> np.ndarray:
             f"{total - 1}. Reduce it."
         )
     return timesteps
+
+
+def _is_multistep(sampler: Any) -> bool:
+    return sampler.name.startswith(("dpmpp", "unipc"))
 
 
 def _integer_levels(

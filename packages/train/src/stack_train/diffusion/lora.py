@@ -23,7 +23,7 @@ from stack_core.abi.adapters import Adapters
 from stack_core.abi.errors import ConversionError
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.pipeline import Pipeline
-from stack_train.diffusion.prompts import TextEncoder, TextEncoders
+from stack_train.diffusion.prompts import TextEncoder
 from stack_train.diffusion.unet import UnetConfig
 from stack_train.variables.model_variables import ModelVariables, values_of
 
@@ -107,7 +107,7 @@ def merge_lora(pipeline: Pipeline, file: Path, scale: float = 1.0) -> Pipeline:
         folder: TextEncoder(merged[folder], encoder.tokenizer)
         for folder, encoder in pipeline.encoders.text.encoders.items()
     }
-    text = TextEncoders(encoders, pipeline.encoders.text.condition)
+    text = replace(pipeline.encoders.text, encoders=encoders)
     return replace(pipeline, model=merged[kind.folder], encoders=replace(pipeline.encoders, text=text))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkabl
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from stack_core.abi.config import changed_fields, config
@@ -50,7 +50,9 @@ class DenoisingConfig(Objective):
 
     condition_dropout: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
 
-    inputs: ClassVar[Mapping[str, str]] = MappingProxyType({_IMAGES: "batch height width channels", _WEIGHTS: "batch"})
+    inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {_IMAGES: "batch *frames height width channels", _WEIGHTS: "batch"}
+    )
 
     @abc.abstractmethod
     def noisy(
@@ -68,13 +70,13 @@ class DenoisingConfig(Objective):
         images, real = batch[_IMAGES], batch[_WEIGHTS]
         condition = condition_of(batch)
         noise = jax.random.normal(jax.random.fold_in(key, _NOISE), images.shape, images.dtype)
-        tokens = image_tokens(model, *images.shape[1:3])
+        tokens = image_tokens(model, *images.shape[1:-1])
         level_key = jax.random.fold_in(key, _LEVEL)
         noisy, timesteps, target, weight = self.noisy(images, noise, tokens=tokens, key=level_key)
         shown = self._dropped(model, condition, images.shape[0], key=jax.random.fold_in(key, _DROPOUT))
         # Additional channels may predict variances (Nichol and Dhariwal, 2021); these are not trained.
         predicted = model(noisy, timesteps, shown)[..., : images.shape[-1]]
-        errors = jnp.mean(jnp.square(predicted.astype(jnp.float32) - target), axis=(1, 2, 3))
+        errors = jnp.mean(jnp.square(predicted.astype(jnp.float32) - target), axis=tuple(range(1, images.ndim)))
         # Rows that fill a batch have weight 0.
         total = jnp.sum(real)
 
@@ -90,9 +92,14 @@ class DenoisingConfig(Objective):
         dropped = jax.random.bernoulli(key, self.condition_dropout, (rows,))
 
         def mixed(value: Array, none: Array) -> Array:
-            return jnp.where(dropped.reshape(-1, *[1] * (value.ndim - 1)), none, value)
+            return jnp.where(_per_image(dropped, value), none, value)
 
         return jax.tree.map(mixed, dict(positive(condition)), dict(model.unconditional(condition)))
+
+
+def _per_image(values: Shaped[Array, " batch"], like: Shaped[Array, "batch ..."]) -> Shaped[Array, "batch ..."]:
+    """Reshapes one value per image to broadcast with arrays like `like`."""
+    return values.reshape(-1, *[1] * (like.ndim - 1))
 
 
 @config
@@ -143,7 +150,7 @@ class FlowMatchingConfig(DenoisingConfig):
         else:
             times = jax.nn.sigmoid(self.logit_mean + self.logit_std * jax.random.normal(key, shape))
         sigmas = self.schedule(tokens).shifted(times)
-        share = sigmas[:, None, None, None]
+        share = _per_image(sigmas, images)
         return (1.0 - share) * images + share * noise, sigmas * TIMESTEPS, noise - images, jnp.ones(shape)
 
 
@@ -169,7 +176,7 @@ class _DiscreteConfig(DenoisingConfig):
         timesteps = jax.random.randint(key, images.shape[:1], 0, self.noise.steps)
         # The schedule is computed in NumPy while tracing, and is a constant of the program.
         alphas, sigmas = (jnp.asarray(array, jnp.float32)[timesteps] for array in self.noise.alphas_and_sigmas())
-        alpha, sigma = alphas[:, None, None, None], sigmas[:, None, None, None]
+        alpha, sigma = _per_image(alphas, images), _per_image(sigmas, images)
         weight = jnp.ones_like(alphas) if self.min_snr is None else self.weight((alphas / sigmas) ** 2, self.min_snr)
         target = self.target(images, noise, alpha, sigma)
         return alpha * images + sigma * noise, timesteps.astype(jnp.float32), target, weight

@@ -1,4 +1,4 @@
-"""A diffusers directory of a text-to-image model: its parts, read and checked against each other, and written."""
+"""A diffusers directory of a model of texts to images or videos: its parts, read, checked and written."""
 
 import json
 import shutil
@@ -11,9 +11,9 @@ from typing import Any
 
 from stack_core.abi.errors import ConversionError
 from stack_core.runtime.atomic_directory import atomic_directory
-from stack_train.diffusion import autoencoder_kl, flux, sd3, t5, unet
-from stack_train.diffusion.autoencoder_kl import AutoencoderKl
+from stack_train.diffusion import flux, sd3, t5, unet
 from stack_train.diffusion.components import load_component, save_component
+from stack_train.diffusion.denoiser import VideosConfig
 from stack_train.diffusion.pipeline_classes import PIPELINES, VAE, PipelineClass, tokenizer_folder
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders, load_prompt_tokenizer
 from stack_train.diffusion.samplers import SamplerConfig
@@ -49,14 +49,18 @@ class Encoders:
     """
 
     directory: Path
-    autoencoder: AutoencoderKl
+    autoencoder: Any
     text: TextEncoders
     pipeline: PipelineClass
 
     @property
-    def image_size(self) -> int:
-        """Side of the latents of images that have the size in the autoencoder's config."""
-        return self.autoencoder.config.image_size // self.autoencoder.config.downsampling
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the latents of images or videos that have the sizes in the autoencoder's config, by field."""
+        autoencoder = self.autoencoder.config
+        sizes = {"image_size": autoencoder.image_size // autoencoder.downsampling}
+        if isinstance(autoencoder, VideosConfig):
+            sizes["frames"] = self.autoencoder.config.latent_frames(autoencoder.frames)
+        return sizes
 
     def check(self, model: Any) -> None:
         """Compares with the config of a denoiser.
@@ -86,7 +90,7 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A text-to-image model: a denoiser, its encoders, the objective with its noise schedule, and the sampler."""
+    """A model of texts to images or videos: denoiser, encoders, the objective with its noise schedule, and sampler."""
 
     config: Any
     model: Any
@@ -113,12 +117,12 @@ def open_encoders(directory: Path, *, text_tokens: int | None = None, text_dim: 
             f"{directory} lacks {', '.join(missing)}. A {pipeline.name} needs {', '.join(parts)}; download the whole "
             "directory."
         )
-    _, autoencoder = load_component(autoencoder_kl.COMPONENT, directory / VAE)
+    _, autoencoder = load_component(pipeline.vae, directory / VAE)
     encoders: dict[str, TextEncoder] = {}
     for folder, (component, _) in pipeline.text.items():
         config, model = load_component(component, directory / folder)
         part = directory / tokenizer_folder(folder)
-        if component is t5.COMPONENT:
+        if component.family is t5.FAMILY:
             tokens = _count_t5_tokens(pipeline, encoders, text_tokens, part)
         else:
             tokens = config.max_positions
@@ -128,7 +132,7 @@ def open_encoders(directory: Path, *, text_tokens: int | None = None, text_dim: 
     condition = pipeline.condition
     if pipeline.lacks_encoder:
         condition = partial(condition, zeros=(pipeline.t5_tokens, text_dim or _T5_DIM))
-    return Encoders(directory, autoencoder, TextEncoders(encoders, condition), pipeline)
+    return Encoders(directory, autoencoder, TextEncoders(encoders, condition, pipeline.clean), pipeline)
 
 
 def _count_t5_tokens(
@@ -173,7 +177,7 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     encoders = open_encoders(directory, text_tokens=text_tokens, text_dim=config.text_dim)
     config = replace(config, text_tokens=encoders.text.sizes()["text_tokens"])
     if pipeline.denoiser is not sd3.COMPONENT:  # its default size is in the file of the denoiser, as in diffusers
-        config = replace(config, image_size=encoders.image_size)
+        config = replace(config, **encoders.sizes)
     if pipeline.denoiser is unet.COMPONENT:
         # diffusers defaults to True. Only Stable Diffusion XL has this setting.
         zero = index.get(_ZERO_UNCONDITIONAL, True) if config.pooled_dim else False
@@ -184,7 +188,7 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     model.eval()
     scheduler = read_scheduler(directory / "scheduler")
     sampler = replace(scheduler.sampler, guidance=pipeline.guidance)
-    if pipeline.flows:  # the spacing is a property of diffusers' pipeline
+    if pipeline.flows and sampler.name != "unipc":  # the spacing is a property of diffusers' pipeline
         sampler = replace(sampler, spacing=pipeline.sampler.spacing)
     return Pipeline(config, model, encoders, scheduler.objective, sampler)
 
@@ -222,11 +226,17 @@ def _read_index(directory: Path) -> tuple[PipelineClass, Mapping[str, Any]]:
             "_class_name."
         ) from error
     if name not in _CLASSES:
-        raise ConversionError(f"{directory} is a {name}; text-to-image models of {', '.join(_CLASSES)} are read.")
+        raise ConversionError(f"{directory} is a {name}; {', '.join(_CLASSES)} are read.")
     pipeline = _CLASSES[name]
     for encoder in pipeline.optional:
         if encoder in index and index[encoder] in (None, [None, None]):
             pipeline = pipeline.without(encoder)
+    present = [key for key in pipeline.refused if index.get(key) not in (None, False, [None, None])]
+    if present:
+        raise ConversionError(
+            f"{path} sets {', '.join(f'{key}={index[key]!r}' for key in present)}, which the {name} here does not "
+            "support. Take a directory with one denoiser, such as Wan 2.1 for text to video."
+        )
     return pipeline, index
 
 
@@ -271,7 +281,7 @@ def save_pipeline(directory: Path, pipeline: Pipeline) -> None:
 
 def _write_encoders(directory: Path, encoders: Encoders) -> None:
     autoencoder = encoders.autoencoder
-    save_component(autoencoder_kl.COMPONENT, directory / VAE, autoencoder.config, autoencoder)
+    save_component(encoders.pipeline.vae, directory / VAE, autoencoder.config, autoencoder)
     for folder, (component, _) in encoders.pipeline.text.items():
         encoder, part = encoders.text.encoders[folder], tokenizer_folder(folder)
         save_component(component, directory / folder, encoder.model.config, encoder.model)
@@ -279,12 +289,12 @@ def _write_encoders(directory: Path, encoders: Encoders) -> None:
             shutil.copytree(encoders.directory / part, directory / part)
         else:
             encoder.tokenizer.tokenizer.save(directory / part)
-        if component is t5.COMPONENT:
+        if component.family is t5.FAMILY:
             _write_max_tokens(directory / part, encoder.tokenizer.tokens)
 
 
 def _write_index(directory: Path, pipeline: PipelineClass, entries: Mapping[str, Any]) -> None:
-    parts: dict[str, Any] = {VAE: ("diffusers", autoencoder_kl.COMPONENT.class_name)}
+    parts: dict[str, Any] = {VAE: ("diffusers", pipeline.vae.class_name)}
     for folder, (component, tokenizer) in pipeline.text.items():
         parts[folder] = ("transformers", component.class_name)
         parts[tokenizer_folder(folder)] = ("transformers", tokenizer)

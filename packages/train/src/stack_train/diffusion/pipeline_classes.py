@@ -1,5 +1,6 @@
-"""Classes of text-to-image pipelines in diffusers: their parts, and the condition of their denoiser."""
+"""Classes of text-to-image and text-to-video pipelines in diffusers: their parts, and the denoiser's condition."""
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from stack_core.abi.errors import ConversionError
-from stack_train.diffusion import clip, flux, sd3, t5, unet
+from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, clip, flux, sd3, t5, unet, wan
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.denoiser import Condition
 from stack_train.diffusion.samplers import SamplerConfig
@@ -39,6 +40,10 @@ class PipelineClass:
       flows: True for denoisers trained by flow matching.
       guidance: default guidance of diffusers.
       index: additional entries of its index.
+      vae: component of the autoencoder.
+      clean: rewrites prompts before they are tokenized.
+      video_size: default height, width and frames in diffusers; None for images.
+      refused: entries of its index that change the function and are not supported.
     """
 
     name: str
@@ -54,6 +59,10 @@ class PipelineClass:
     flows: bool = False
     guidance: float = 1.0
     index: Mapping[str, Any] = field(default_factory=dict)
+    vae: Component = autoencoder_kl.COMPONENT
+    clean: Callable[[str], str] = str
+    video_size: tuple[int, int, int] | None = None
+    refused: tuple[str, ...] = ()
 
     @property
     def lacks_encoder(self) -> bool:
@@ -77,6 +86,10 @@ def tokenizer_folder(encoder: str) -> str:
 
 def _flux_condition(outputs: Sequence[Any]) -> Condition:
     return {"text": outputs[1], "pooled": outputs[0].pooled}
+
+
+def _wan_condition(outputs: Sequence[Any]) -> Condition:
+    return {"text": outputs[0]}
 
 
 def _sd_condition(outputs: Sequence[Any]) -> Condition:
@@ -104,6 +117,11 @@ def _sd3_condition(outputs: Sequence[Any], *, zeros: tuple[int, int] | None = No
         )
     text = jnp.pad(text, ((0, 0), (0, 0), (0, others.shape[-1] - text.shape[-1])))
     return {"text": jnp.concatenate([text, others], axis=1), "pooled": pooled}
+
+
+def _wan_clean(prompt: str) -> str:
+    """Replaces HTML entities, also of entities, and joins whitespace."""
+    return " ".join(html.unescape(html.unescape(prompt)).split())
 
 
 _CLIP = (clip.COMPONENT, _CLIP_TOKENIZER)
@@ -161,5 +179,20 @@ PIPELINES = (
         condition=_xl_condition,
         sampler=SamplerConfig(name="euler", **_LEADING),
         guidance=5.0,
+    ),
+    PipelineClass(
+        name="WanPipeline",
+        denoiser=wan.COMPONENT,
+        folder="transformer",
+        text={"text_encoder": (t5.UMT5, _T5_TOKENIZER)},
+        condition=_wan_condition,
+        sampler=SamplerConfig(spacing="linspace"),
+        flows=True,
+        guidance=5.0,
+        index={"transformer_2": _UNREAD, "boundary_ratio": None, "expand_timesteps": False},
+        vae=autoencoder_kl_wan.COMPONENT,
+        clean=_wan_clean,
+        video_size=(480, 832, 81),
+        refused=("transformer_2", "boundary_ratio", "expand_timesteps"),  # of Wan 2.2
     ),
 )

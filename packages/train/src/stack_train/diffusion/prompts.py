@@ -138,14 +138,17 @@ class TextEncoders:
     Attributes:
       encoders: the encoders by their folder in a diffusers directory.
       condition: makes the condition of their outputs, in the same order.
+      clean: rewrites prompts before they are tokenized.
     """
 
     encoders: Mapping[str, TextEncoder]
     condition: Callable[[Sequence[Any]], Condition]
+    clean: Callable[[str], str] = str
 
     def __call__(self, prompts: Sequence[str]) -> Condition:
         """Returns "text", [prompts, tokens, text_dim], and for some "pooled", [prompts, pooled_dim], in float32."""
-        return self._encode([jnp.asarray(each.tokenizer(prompts)) for each in self.encoders.values()])
+        cleaned = [self.clean(prompt) for prompt in prompts]
+        return self._encode([jnp.asarray(each.tokenizer(cleaned)) for each in self.encoders.values()])
 
     @cached_property
     def _encode(self) -> Any:

@@ -38,7 +38,7 @@ class ReconstructionConfig(Objective):
     kl_weight: NonNegativeFloat = 1e-6
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"images": "batch height width channels", "weights": "batch"}
+        {"images": "batch *frames height width channels", "weights": "batch"}
     )
 
     def __call__(
@@ -57,7 +57,7 @@ class ReconstructionConfig(Objective):
         total = jnp.sum(real)
 
         def weighed(values: jax.Array) -> Metric:
-            rows = values.mean(axis=(1, 2, 3))
+            rows = values.mean(axis=tuple(range(1, values.ndim)))
             # Rows that fill a batch have weight 0, perhaps all rows.
             return Metric.mean(jnp.sum(rows * real) / jnp.maximum(total, 1.0), total)
 

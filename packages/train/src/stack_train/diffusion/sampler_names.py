@@ -14,5 +14,6 @@ SamplerName: TypeAlias = Literal[
     "dpmpp_3m",
     "dpmpp_2m_sde",
     "dpmpp_3m_sde",
+    "unipc",
 ]
 Spacing: TypeAlias = Literal["leading", "trailing", "linspace"]

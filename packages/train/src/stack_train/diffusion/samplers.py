@@ -13,7 +13,8 @@ al., y' = y + (s' - s) (y - d) / s with y = x / alpha, s = sigma / alpha and d t
 and if alpha = 1 - sigma it is the step of a flow, x + (sigma' - sigma) m.
 
 Sources: Song et al., DDIM, 2020 (arXiv:2010.02502); Liu et al., PNDM, 2022 (arXiv:2202.09778); Karras et al., EDM, 2022
-(arXiv:2206.00364), for Euler and Heun; Lu et al., DPM-Solver++, 2022 (arXiv:2211.01095).
+(arXiv:2206.00364), for Euler and Heun; Lu et al., DPM-Solver++, 2022 (arXiv:2211.01095); Zhao et al., UniPC, 2023
+(arXiv:2302.04867).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,11 +60,13 @@ class SamplerConfig:
       name: "euler" takes a straight step, "ddim" the same and, with `eta`, new noise; "euler_ancestral" adds as much
         noise as DDPM; "heun" corrects each step by a second call of the denoiser; "plms" extrapolates the noise from
         up to four steps; "dpmpp_2m" and "dpmpp_3m" are DPM-Solver++, which extrapolates the image from two or three
-        steps, and with "_sde" adds noise.
+        steps, and with "_sde" adds noise; "unipc" extrapolates it from two, and corrects each step by the next
+        prediction.
       steps: number of steps from noise to image.
       spacing: spacing of the steps of a discrete schedule: integer strides from its first step ("leading", the default
         and only spacing of plms) or its last step ("trailing"), or equal distances ("linspace", the default). The times
         of a flow are 1, ..., 1 / steps, or, with "linspace", end at the lowest time of 1000, as in Stable Diffusion 3.
+        unipc divides a flow down to that time into one more step, and leaves the last one out.
       steps_offset: added to the timesteps of leading spacing.
       sigmas: spacing of the noise levels instead of the timesteps, between the same first and last level: "karras",
         "exponential", "beta", or, with dpmpp samplers, "lu".
@@ -73,7 +76,7 @@ class SamplerConfig:
       final: noise level after the last step, none ("zero") or the schedule's lowest level ("min").
       eta: fraction of DDPM's noise that DDIM adds.
       correction: form of the second-order term of DPM-Solver++.
-      lower_order_final: DPM-Solver++ of fewer than 15 steps ends with lower orders, which is more stable.
+      lower_order_final: DPM-Solver++ of fewer than 15 steps ends with lower orders, which is more stable; unipc always.
       euler_at_final: DPM-Solver++ ends with an Euler step also if `final` is "min".
       guidance: w in m = m_none + w (m_condition - m_none); 1 evaluates only the conditional prediction.
       guidance_rescale: fraction by which the standard deviation added by guidance is reduced.
@@ -108,7 +111,7 @@ class SamplerConfig:
                 "which adds none. Set guidance above 1, or guidance_rescale to 0."
             )
         self._check_levels()
-        multistep = ("correction", "lower_order_final", "euler_at_final")
+        multistep = ("correction", "euler_at_final", *(() if self.name == "unipc" else ("lower_order_final",)))
         if self.name not in _DPMPP and (unused := changed_fields(self, multistep)):
             raise ConfigError(f"{' and '.join(unused)} would have no effect on {self.name}. Leave it out.")
 
@@ -127,8 +130,16 @@ class SamplerConfig:
             raise ConfigError(f"sigmas={self.sigmas!r}: {self.name} steps along whole timesteps. Leave it out.")
         if self.sigmas == "lu" and self.name not in _DPMPP:
             raise ConfigError(f"sigmas='lu' is for {', '.join(_DPMPP)}, not {self.name}. Set it to karras.")
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """Checks the settings of the last noise levels."""
         if self.final == "min" and self.name in ("heun", "euler_ancestral"):
             raise ConfigError(f"final='min': {self.name} always ends without noise. Leave it out.")
+        if self.final == "min" and self.name == "unipc" and self.sigmas:
+            raise ConfigError(f"final='min': unipc ends at the last level of sigmas={self.sigmas!r}. Leave it out.")
+        if self.terminal is not None and self.steps == 1:
+            raise ConfigError(f"terminal={self.terminal} is the last of several times. Take more than one step.")
 
     def changed(self, settings: Mapping[str, Any]) -> "SamplerConfig":
         """Returns a copy with some settings changed; another sampler keeps only the spacing, as in diffusers.
@@ -189,6 +200,8 @@ def levels_of(schedule: Schedule, sampler: SamplerConfig) -> Levels:
                 f"name={sampler.name!r} and final={sampler.final!r}: plms and a last level above 0 are for schedules "
                 "of betas; this model was trained by flow matching. Take euler, heun or dpmpp_2m."
             )
+        if sampler.name == "unipc" and sampler.sigmas is not None:
+            raise ConfigError(f"sigmas={sampler.sigmas!r}: unipc divides a flow into equal times. Leave it out.")
         # diffusers rounds the number of skipped steps down for flows, and the number of steps otherwise.
         return flow_levels(schedule, sampler).since(int(sampler.steps - sampler.steps * sampler.strength))
     if sampler.terminal is not None:
@@ -240,6 +253,9 @@ def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Pred
         case "dpmpp_2m" | "dpmpp_3m" | "dpmpp_2m_sde" | "dpmpp_3m_sde" if not ends:
             a, b, noise = _dpmpp(sampler, levels, step)
             return [row(step, a, *b, noise=noise)]
+        case "unipc" if not ends:
+            a, b = _unipc(sampler, levels, step)
+            return [row(step, a, *b)]
     return [euler]
 
 
@@ -329,6 +345,46 @@ def _order(sampler: SamplerConfig, levels: Levels, step: int) -> int:
     if step == steps - 1 and (few or sampler.euler_at_final):
         return 1
     return min(order, 2) if step == steps - 2 and few else order
+
+
+def _unipc(sampler: SamplerConfig, levels: Levels, step: int) -> tuple[float, np.ndarray]:
+    """Returns a and b: corrects the last step by this row's prediction, then takes a step from there.
+
+    A corrected x differs from the x of the last row's step by a sum of images, as both start from the same x. So the
+    table needs no earlier x: x' = r (x + sum_i c_i h_i) + sum_i b_i h_i with r = sigma' / sigma.
+    """
+    _, b = _unipc_step(sampler, levels, step)
+    ratio = levels.next_sigmas[step] / levels.sigmas[step]
+    if step == 0:
+        return ratio, b
+    corrected, predicted = _unipc_step(sampler, levels, step - 1)
+    # In the last row's history, every image was one place earlier.
+    return ratio, b + ratio * (corrected - np.roll(predicted, 1))
+
+
+def _unipc_step(sampler: SamplerConfig, levels: Levels, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the coefficients of the images in a step's result.
+
+    Returns:
+      [3] of a corrected step, which begins with the image at its end, and [3] of a predicted step. Both lack r x.
+    """
+    logs = [np.log(levels.alphas[at] / levels.sigmas[at]) for at in (step, max(step - 1, 0))]
+    alpha, sigma = levels.next_alphas[step], levels.next_sigmas[step]
+    h = np.log(alpha / sigma) - logs[0]
+    left = np.expm1(-h)  # both B(h) = e^-h - 1 and the weight of the first image
+    first = left / -h - 1.0
+    predicted, corrected = np.array([-alpha * left, 0.0, 0.0]), np.array([0.0, -alpha * left, 0.0])
+    # Differences between the image at the step's end and its first image, and between the previous and the first.
+    to_end, to_before = np.array([1.0, -1.0, 0.0]), np.array([0.0, -1.0, 1.0])
+    steps = len(levels.timesteps)
+    if min(step + 1, steps - step if sampler.lower_order_final else 2) < 2:
+        return corrected - alpha * left * 0.5 * to_end, predicted
+    ratio = (logs[1] - logs[0]) / h
+    second = first / -h - 0.5
+    before, end = np.linalg.solve([[1.0, 1.0], [ratio, 1.0]], [first / left, 2.0 * second / left])
+    corrected -= alpha * left * (before * to_before / ratio + end * to_end)
+    predicted -= alpha * left * 0.5 * np.roll(to_before, -1) / ratio
+    return corrected, predicted
 
 
 def _plms(levels: Levels, prediction: Prediction) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Images from the model of a run, or from a diffusers directory."""
+"""Images and videos from the model of a run, or from a diffusers directory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +14,16 @@ from jaxtyping import UInt8
 
 from stack_core.abi.errors import ConfigError, ConversionError, GenerationError
 from stack_core.abi.local_paths import hub_advice, local_path
-from stack_train.data.image_batches import as_pixels
-from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity, drops_to_empty_prompt
-from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, LimitsSize, image_tokens
+from stack_train.data.image_batches import ImageSettings, as_pixels
+from stack_train.data.kinds.captioned import EncoderIdentity, drops_to_empty_prompt
+from stack_train.diffusion.denoiser import (
+    Condition,
+    Denoiser,
+    ImagesConfig,
+    LimitsSize,
+    VideosConfig,
+    image_tokens,
+)
 from stack_train.diffusion.lora import merge_lora
 from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
@@ -54,7 +61,7 @@ class _Begun:
 
 @dataclass(frozen=True)
 class ImageSampler:
-    """Samples images for labels or prompts.
+    """Samples images for labels or prompts, or videos for prompts.
 
     Attributes:
       config: config of the denoiser.
@@ -63,6 +70,7 @@ class ImageSampler:
       encoders: encoders of prompts and latents; None for a model of pixels.
       sampler: settings of the directory's scheduler, or the defaults.
       size: height and width of the denoiser's input; None is the square of the config.
+      frames: number of frames of the denoiser's input; None is the number of the config of a model of videos.
     """
 
     model: Denoiser
@@ -72,6 +80,17 @@ class ImageSampler:
     encoders: Encoders | None = None
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     size: tuple[int, int] | None = None
+    frames: int | None = None
+
+    @property
+    def makes_videos(self) -> bool:
+        return isinstance(self.config, VideosConfig)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Frames of a video, height, width and channels of the denoiser's input, without extra channels."""
+        frames = (self.frames or self.config.frames,) if isinstance(self.config, VideosConfig) else ()
+        return (*frames, *self.sides, self.config.channels)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -103,6 +122,17 @@ class ImageSampler:
         if isinstance(self.config, LimitsSize):
             self.config.check_size(*sides)
         return replace(self, size=sides)
+
+    def with_frames(self, frames: int) -> "ImageSampler":
+        """Returns a sampler of videos with another number of frames.
+
+        Raises:
+          ConfigError: the model makes images, or the autoencoder makes other numbers of frames; gives the nearest ones.
+        """
+        if not self.makes_videos:
+            raise ConfigError("The model makes images, which have no frames. Leave the frames out.")
+        latents = frames if self.encoders is None else self.encoders.autoencoder.config.latent_frames(frames)
+        return replace(self, frames=latents)
 
     def images(
         self, labels: Sequence[int], sampler: SamplerConfig, *, seed: int = 0
@@ -137,8 +167,8 @@ class ImageSampler:
         seed: int = 0,
         embedded_guidance: float | None = None,
         start: "Start | None" = None,
-    ) -> UInt8[np.ndarray, "images height width channels"]:
-        """Samples one image per prompt. Prompts that are too long are truncated with a warning.
+    ) -> UInt8[np.ndarray, "images *frames height width channels"]:
+        """Samples one image or video per prompt. Prompts that are too long are truncated with a warning.
 
         Args:
           negative: negative prompt of each image; requires guidance.
@@ -155,6 +185,8 @@ class ImageSampler:
             raise GenerationError(
                 "The model fills the masked part of an image. Give an image and a mask.", parameter="mask"
             )
+        if start is not None and self.makes_videos:
+            raise GenerationError("The model makes videos of prompts only. Leave the image out.", parameter="image")
         if start is None and sampler.strength != 1.0:
             raise GenerationError(
                 f"strength={sampler.strength} is how much of an image is made anew. Give an image.",
@@ -163,7 +195,7 @@ class ImageSampler:
         if self.encoders is None:
             raise GenerationError(
                 f"A {type(self.model).__name__} takes no prompts; give --label, or a model that is conditioned on "
-                "texts, such as flux, sd3 or unet.",
+                "texts, such as flux, sd3, unet or wan.",
                 parameter="prompt",
             )
         condition = self.condition(prompts, sampler, negative=negative, embedded_guidance=embedded_guidance)
@@ -268,7 +300,7 @@ class ImageSampler:
                 guidance=sampler.guidance,
                 rescale=sampler.guidance_rescale,
             )
-            shape = (*self.sides, config.channels)
+            shape = self.shape
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
             if noise is None:
                 noise = jax.vmap(lambda each: jax.random.normal(each, shape))(keys)
@@ -288,7 +320,7 @@ class ImageSampler:
         return run(state, condition, jax.random.key(seed), noise, begun)
 
     def table(self, sampler: SamplerConfig) -> Table:
-        levels = levels_of(self.objective.schedule(image_tokens(self.model, *self.sides)), sampler)
+        levels = levels_of(self.objective.schedule(image_tokens(self.model, *self.shape[:-1])), sampler)
         return table_of(sampler, levels, self.objective.prediction)
 
     def check_labels(self, labels: Sequence[int]) -> None:
@@ -300,13 +332,18 @@ class ImageSampler:
 
 
 def open_images(
-    address: str, *, size: tuple[int, int] | None = None, loras: Mapping[Path, float] | None = None
+    address: str,
+    *,
+    size: tuple[int, int] | None = None,
+    frames: int | None = None,
+    loras: Mapping[Path, float] | None = None,
 ) -> ImageSampler:
     """Opens a run, or `hf:DIR`, a diffusers directory.
 
     Args:
       size: height and width of the images in pixels; None uses the size in the autoencoder's config, or of the run's
         images.
+      frames: number of frames of the videos; None uses the run's, or for directories 81.
       loras: LoRA files to merge into a diffusers directory, and their scales.
 
     Raises:
@@ -323,12 +360,15 @@ def open_images(
             pipeline = merge_lora(pipeline, file, scale)
         parts = pipeline.model, pipeline.config, pipeline.objective
         opened = ImageSampler(*parts, None, pipeline.encoders, pipeline.sampler)
+        if (default := pipeline.encoders.pipeline.video_size) is not None:
+            size, frames = size or default[:2], default[2] if frames is None else frames
     elif loras:
         raise ConfigError(
             "LoRA files are merged into diffusers directories. Convert the run: stack convert RUN hf:DIR."
         )
     else:
         opened = open_run(path)
+    opened = opened if frames is None else opened.with_frames(frames)
     return opened if size is None else opened.resized(size)
 
 
@@ -348,7 +388,7 @@ def open_run(directory: Path) -> ImageSampler:
             "images. Use `stack generate` for text."
         )
     encoders = None
-    if isinstance(config.data, CaptionedData):
+    if isinstance(config.data, ImageSettings) and config.data.encoders is not None:
         identity = EncoderIdentity.read(directory)
         text_dim = getattr(config.model, "text_dim", None)
         encoders = open_encoders(Path(identity.directory), text_tokens=identity.text_tokens, text_dim=text_dim)

@@ -21,7 +21,7 @@ from stack_train.models.reader import Reader, Setting
 __all__ = ["Scheduler", "read_scheduler", "scheduler_class", "write_scheduler"]
 
 _FILE = "scheduler_config.json"
-_FLOW = "FlowMatchEulerDiscreteScheduler"
+_FLOW, _UNIPC = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"
 _DYNAMIC = (
     Setting("base_shift", ("base_shift",), 0.5),
     Setting("max_shift", ("max_shift",), 1.15),
@@ -46,6 +46,7 @@ _SAMPLERS = {
     "EulerAncestralDiscreteScheduler": "euler_ancestral",
     "HeunDiscreteScheduler": "heun",
     "DPMSolverMultistepScheduler": "dpmpp_2m",
+    _UNIPC: "unipc",
 }
 _COMMON = {
     *("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type"),
@@ -61,6 +62,9 @@ _OWN = {
     "HeunDiscreteScheduler": {"clip_sample", "clip_sample_range", *_SPACINGS},
     "DPMSolverMultistepScheduler": {"solver_order", "algorithm_type", "solver_type", "lower_order_final", *_LU}
     | {"euler_at_final", "use_flow_sigmas", "flow_shift", "final_sigmas_type", "lambda_min_clipped", "variance_type"}
+    | {"rescale_betas_zero_snr", "use_dynamic_shifting", "time_shift_type", *_SPACINGS, *_THRESHOLDS},
+    _UNIPC: {"solver_order", "solver_type", "lower_order_final", "predict_x0", "disable_corrector", "solver_p"}
+    | {"use_flow_sigmas", "flow_shift", "shift_terminal", "final_sigmas_type", "sigma_min", "sigma_max"}
     | {"rescale_betas_zero_snr", "use_dynamic_shifting", "time_shift_type", *_SPACINGS, *_THRESHOLDS},
 }
 """Keys of each class, in addition to `_COMMON`."""
@@ -91,7 +95,10 @@ def read_scheduler(directory: Path) -> Scheduler:
     if name != _FLOW and name not in _SAMPLERS:
         raise ConversionError(f"{path} is a {name}; {', '.join((_FLOW, *_SAMPLERS))} are read.")
     reader = Reader(mapping)
-    objective, settings, sampler = _read_flow(reader) if name == _FLOW else _read_discrete(reader, name)
+    if name == _UNIPC and mapping.get("use_flow_sigmas"):
+        objective, settings, sampler = _read_unipc_flow(reader)
+    else:
+        objective, settings, sampler = _read_flow(reader) if name == _FLOW else _read_discrete(reader, name)
     if wrong := [*reader.problems, *reader.unread()]:
         raise ConversionError(
             f"{path} has settings that the samplers here do not follow: {'; '.join(wrong)}. The images would be others "
@@ -111,6 +118,20 @@ def _read_flow(reader: Reader) -> tuple[type[Objective], dict[str, Any], dict[st
         shift = dynamic
     sampler = {"sigmas": _sigmas(reader, _SPACINGS), "terminal": reader.get("shift_terminal") or None}
     return FlowMatchingConfig, {"shift": shift}, sampler
+
+
+def _read_unipc_flow(reader: Reader) -> tuple[type[Objective], dict[str, Any], dict[str, Any]]:
+    reader.get(*_COMMON, *(set().union(*_OWN.values()) - _OWN[_UNIPC]))  # ignored as in diffusers
+    reader.get("rescale_betas_zero_snr")  # a setting of betas
+    reader.expect("num_train_timesteps", int(TIMESTEPS))
+    reader.expect("use_flow_sigmas", True)
+    reader.expect("final_sigmas_type", "zero")
+    for key in _SPACINGS:
+        reader.expect(key, False)
+    if (given := reader.get("prediction_type", default="epsilon")) != "flow_prediction":
+        reader.problems.append(f"prediction_type={given!r}, not 'flow_prediction'")
+    sampler = {"name": "unipc", "terminal": reader.get("shift_terminal") or None, **_read_unipc(reader, {})}
+    return FlowMatchingConfig, {"shift": reader.get("flow_shift", default=1.0)}, sampler
 
 
 def _read_discrete(reader: Reader, name: str) -> tuple[type[Objective], dict[str, Any], dict[str, Any]]:
@@ -184,7 +205,29 @@ def _read_dpmpp(reader: Reader, sampler: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_unipc(reader: Reader, sampler: Mapping[str, Any]) -> dict[str, Any]:
+    reader.expect("solver_order", 2)
+    reader.expect("predict_x0", True)
+    reader.expect("disable_corrector", [])
+    reader.expect("solver_p", None)
+    reader.expect("use_dynamic_shifting", False)  # not supported by diffusers' WanPipeline
+    reader.expect("thresholding", False)
+    reader.get("time_shift_type", "dynamic_thresholding_ratio", "sample_max_value")  # read only with the former two
+    # diffusers replaces the names of other solvers by bh2.
+    if (solver := reader.get("solver_type", default="bh2")) not in ("bh2", "midpoint", "heun", "logrho"):
+        reader.problems.append(f"solver_type={solver!r}, not 'bh2'")
+    found = {"lower_order_final": reader.get("lower_order_final", default=True)}
+    bounds = {name: reader.get(name) for name in ("sigma_min", "sigma_max")}
+    if not sampler:  # a flow
+        return found
+    reader.expect("use_flow_sigmas", False)
+    reader.expect("shift_terminal", None)
+    reader.get("flow_shift")
+    return found | (bounds if sampler["sigmas"] else {})
+
+
 _OTHERS = {
+    _UNIPC: _read_unipc,
     "PNDMScheduler": _read_pndm,
     "EulerDiscreteScheduler": _read_euler,
     "DPMSolverMultistepScheduler": _read_dpmpp,
@@ -207,23 +250,36 @@ def _sigmas(reader: Reader, keys: Mapping[str, str]) -> str | None:
 
 def scheduler_class(scheduler: Scheduler) -> str:
     """Returns the class of diffusers that samples alike."""
-    if isinstance(scheduler.objective, FlowMatchingConfig):
-        return _FLOW
     name = scheduler.sampler.name
+    if isinstance(scheduler.objective, FlowMatchingConfig):
+        return _UNIPC if name == "unipc" else _FLOW
     return next((each for each, ours in _SAMPLERS.items() if ours == name), "DPMSolverMultistepScheduler")
 
 
 def write_scheduler(directory: Path, scheduler: Scheduler) -> None:
     """Writes the scheduler of a pipeline."""
     name = scheduler_class(scheduler)
-    settings = _write_flow(scheduler) if name == _FLOW else _write_discrete(scheduler, name)
+    is_flow = isinstance(scheduler.objective, FlowMatchingConfig)
+    settings = _write_flow(scheduler, name) if is_flow else _write_discrete(scheduler, name)
     directory.mkdir()
     text = json.dumps({"_class_name": name, **settings}, indent=2) + "\n"
     (directory / _FILE).write_text(text, encoding="utf-8")
 
 
-def _write_flow(scheduler: Scheduler) -> dict[str, Any]:
+def _write_flow(scheduler: Scheduler, name: str) -> dict[str, Any]:
     shift, sampler = scheduler.objective.shift, scheduler.sampler  # pyrefly: ignore[missing-attribute]
+    if name == _UNIPC:
+        if isinstance(shift, DynamicShift):
+            raise ConversionError("diffusers' unipc shifts no flow by the size of images. Choose the sampler euler.")
+        flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": shift}
+        return {
+            "num_train_timesteps": int(TIMESTEPS),
+            **flow,
+            "shift_terminal": sampler.terminal,
+            "solver_order": 2,
+            "solver_type": "bh2",
+            "lower_order_final": sampler.lower_order_final,
+        }
     settings: dict[str, Any] = {"num_train_timesteps": int(TIMESTEPS), "shift_terminal": sampler.terminal}
     settings |= {key: True for key, name in _SPACINGS.items() if name == sampler.sigmas}
     if not isinstance(shift, DynamicShift):
@@ -252,7 +308,7 @@ def _write_discrete(scheduler: Scheduler, name: str) -> dict[str, Any]:
         "sigma_max": sampler.sigma_max,
         "solver_order": solver[0],
         "algorithm_type": solver[1],
-        "solver_type": sampler.correction,
+        "solver_type": "bh2" if name == _UNIPC else sampler.correction,
         "lower_order_final": sampler.lower_order_final,
         "euler_at_final": sampler.euler_at_final,
         **{key: True for key, ours in (_SPACINGS | _LU).items() if ours == sampler.sigmas},

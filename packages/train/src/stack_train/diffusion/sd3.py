@@ -38,7 +38,7 @@ from stack_train.diffusion.layers import (
     line_positions,
     modulated,
     patches_of,
-    self_attention,
+    unmasked_attention,
     unpatched,
     waves,
 )
@@ -152,7 +152,7 @@ class DualStream(Stream):
     def before(self, x: Tokens, condition: Array) -> tuple[HeadsOfStream, list[Array]]:
         """Returns queries, keys and values, the remaining parts of the modulation, and the result of own attention."""
         shift, scale, *others, own_shift, own_scale, own_gate = jnp.split(self.modulation(condition), 9, axis=-1)
-        own = self_attention(*self.own_projections(modulated(x, own_shift, own_scale)))
+        own = unmasked_attention(*self.own_projections(modulated(x, own_shift, own_scale)))
         added = own_gate[:, None] * self.own_output(own)
         return self.projections(modulated(x, shift, scale)), [*others, added]
 

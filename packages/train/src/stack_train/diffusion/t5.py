@@ -1,30 +1,32 @@
-"""T5's encoder as a text encoder of image models. `stack_train.models.t5` is the whole model.
+"""The encoders of T5 and UMT5 as text encoders of denoisers. `stack_train.models.t5` and `umt5` are the whole models.
 
-Outputs match transformers' `T5EncoderModel` for the models of version 1.1, whose feed-forward layers are gated.
+Outputs match transformers' `T5EncoderModel` for the models of version 1.1, whose feed-forward layers are gated, and
+`UMT5EncoderModel` with an attention mask.
 
-Source: Raffel et al., Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer, 2020
-(arXiv:1910.10683).
+Sources: Raffel et al., Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer, 2020
+(arXiv:1910.10683); Chung et al., UniMax, 2023 (arXiv:2304.09151).
 """
 
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stack_core.abi.config import config
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.layers import Tokens
-from stack_train.models.reader import Setting
+from stack_train.models.reader import Reader, Setting
 from stack_train.nn.feed_forward import Gated
 from stack_train.nn.linear import FloatName, lookup
 from stack_train.nn.relative_attention import RelativePositions
 from stack_train.nn.relative_stack import Stack, StackSpec
 from stack_train.nn.residual import Norm, Rows
 
-__all__ = ["COMPONENT", "FAMILY", "T5Encoder", "T5EncoderConfig"]
+__all__ = ["COMPONENT", "FAMILY", "UMT5", "T5Encoder", "T5EncoderConfig"]
 
 
 @config
@@ -41,6 +43,9 @@ class T5EncoderConfig:
       head_dim: width of a head; heads * head_dim may differ from `embed`.
       buckets: number of relative-position buckets, each with one bias per head; half of them are for earlier tokens.
       max_distance: distance in tokens from which all distances share a bucket.
+      layer_biases: every layer has its own biases of the buckets, as in UMT5; otherwise all layers share them.
+      pad_id: padding token. Padding is masked in attention and gets hidden states of 0. None treats it like other
+        tokens.
       norm_epsilon: added to the mean square in norms.
       dtype: dtype of the activations.
       param_dtype: dtype of the parameters.
@@ -55,6 +60,8 @@ class T5EncoderConfig:
     head_dim: PositiveInt = 64
     buckets: PositiveInt = 32
     max_distance: PositiveInt = 128
+    layer_biases: bool = False
+    pad_id: NonNegativeInt | None = None
     norm_epsilon: PositiveFloat = 1e-6
     dtype: FloatName = "bfloat16"
     param_dtype: FloatName = "float32"
@@ -72,6 +79,7 @@ class T5EncoderConfig:
             head_dim=self.head_dim,
             feed_forward=Gated(width=self.mlp, activation="gelu_tanh"),
             positions=positions,
+            layer_biases=self.layer_biases,
         )
 
 
@@ -87,11 +95,17 @@ class T5Encoder(nnx.Module):
         self.encoder = Stack(config.stack(), config.embed, norm, config.param_dtype, key=inner)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Tokens:
-        """Returns hidden states in float32; every token attends to every other, padding included."""
+        """Returns hidden states in float32; every token attends to every other, except for padding (`pad_id`)."""
         x = lookup(self.embedding[...], tokens, self.config.dtype)
-        rows = Rows(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), None)
-        hidden, _ = self.encoder(x, rows, remat="none", unroll=False, moves=False)
-        return hidden.astype(jnp.float32)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        if self.config.pad_id is None:
+            hidden, _ = self.encoder(x, Rows(positions, None), remat="none", unroll=False, moves=False)
+            return hidden.astype(jnp.float32)
+        # Only padding at the end is masked, since a text may contain the token, too.
+        last = jnp.max(jnp.where(tokens == self.config.pad_id, -1, positions), axis=1, keepdims=True)
+        real = positions <= last
+        hidden, _ = self.encoder(x, Rows(positions, real.astype(jnp.int32)), remat="none", unroll=False, moves=False)
+        return jnp.where(real[..., None], hidden.astype(jnp.float32), 0.0)
 
 
 class T5EncoderFamily:
@@ -151,5 +165,27 @@ COMPONENT = Component(
         "encoder/blocks/attention_norm": _BLOCK + "0.layer_norm.weight",
         "encoder/blocks/feed_forward_norm": _BLOCK + "1.layer_norm.weight",
         "encoder/norm": "encoder.final_layer_norm.weight",
+    },
+)
+
+_BIASES = "encoder.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
+_DEFAULTS = {"vocab_size": 250_112, "mlp": 1024, "layers": 8, "heads": 6}
+
+
+def _read_padding(reader: Reader) -> dict[str, Any]:
+    return {"layer_biases": True, "pad_id": reader.get("pad_token_id", default=0)}
+
+
+UMT5 = replace(
+    COMPONENT,
+    class_name="UMT5EncoderModel",
+    model_type="umt5",
+    settings=tuple(replace(each, default=_DEFAULTS.get(each.ours, each.default)) for each in COMPONENT.settings),
+    silent=(*COMPONENT.silent, "decoder_start_token_id", "classifier_dropout"),
+    read_others=_read_padding,
+    write_others=lambda config: {"pad_token_id": config.pad_id},
+    names={
+        **{ours: theirs for ours, theirs in COMPONENT.names.items() if ours != "encoder/biases"},
+        "encoder/blocks/biases": _BIASES,
     },
 )

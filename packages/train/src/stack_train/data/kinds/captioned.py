@@ -21,10 +21,19 @@ from stack_train.data.cache import cached, digest_of
 from stack_train.data.captions import captions_of
 from stack_train.data.files import expand_glob, stat_digest
 from stack_train.data.image_batches import ImageBatches, ImageSettings
-from stack_train.data.image_files import OnUnreadable, read_images
+from stack_train.data.image_files import FileImages, OnUnreadable, read_images
+from stack_train.diffusion.denoiser import VideosConfig
 from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoders
 
-__all__ = ["ENCODERS", "CaptionedData", "EncoderIdentity", "drops_to_empty_prompt"]
+__all__ = [
+    "ENCODERS",
+    "CaptionedData",
+    "EncoderIdentity",
+    "TextConditioned",
+    "drops_to_empty_prompt",
+    "encoded_batches",
+    "encoded_spec",
+]
 
 ENCODERS = "encoders.json"
 """Name of the file in a run's directory that identifies the encoders used in training."""
@@ -78,24 +87,16 @@ class CaptionedData(ImageSettings):
     unreadable: OnUnreadable = "error"
     encoded_at_once: PositiveInt = 16
 
+    @property
+    def encoders(self) -> str:
+        return self.pipeline
+
     def spec(self, model: Any) -> Shapes:
-        rows, dtype = self.batch_size, jnp.dtype(model.dtype)
-        side = model.image_size
-        text = jax.ShapeDtypeStruct((rows, model.text_tokens, model.text_dim), dtype)
-        shapes = {
-            "images": jax.ShapeDtypeStruct((rows, side, side, model.channels), np.float32),
-            "text": text,
-            "weights": jax.ShapeDtypeStruct((rows,), np.float32),
-        }
-        if model.pooled_dim:
-            shapes["pooled"] = jax.ShapeDtypeStruct((rows, model.pooled_dim), dtype)
-        if getattr(model, "size_features", 0):
-            shapes["sizes"] = jax.ShapeDtypeStruct((rows, 6), np.float32)
-        if drops_to_empty_prompt(model):
-            shapes |= {f"negative_{name}": shapes[name] for name in ("text", "pooled") if name in shapes}
-        return shapes
+        return encoded_spec(self, model)
 
     def check(self, model: Any) -> None:
+        if isinstance(model, VideosConfig):
+            raise ConfigError("Data of kind captioned are images; a model of videos trains on kind videos.")
         if not isinstance(model, TextConditioned):
             raise ConfigError(
                 f"Data of kind captioned is for denoisers with text conditions, not for family {model.name!r}; use "
@@ -110,29 +111,63 @@ class CaptionedData(ImageSettings):
             have about unit variance.
           ConversionError: `pipeline` lacks an encoder, or an encoder does not fit the model.
         """
-        directory = Path(self.pipeline.removeprefix("hf:")).expanduser()
-        encoders = open_encoders(directory, text_tokens=model.text_tokens, text_dim=model.text_dim)
-        encoders.check(model)
-        images = read_images(
-            expand_glob(self.source, self.name),
-            size=model.image_size * encoders.autoencoder.config.downsampling,
-            channels=encoders.autoencoder.config.channels,
-            unreadable=self.unreadable,
-            source=self.source,
-        )
-        captions = captions_of(images.names)
-        identity = EncoderIdentity.of(encoders, model.text_tokens)
-        encoded = _encoded(encoders, identity, images.pixels, captions, self.encoded_at_once)
-        if drops_to_empty_prompt(model):
-            empty = _encoded_texts(encoders, identity, [""], self.encoded_at_once)
-            pooled = None if empty.pooled is None else empty.pooled[0]
-            encoded = replace(encoded, empty_text=empty.text[0], empty_pooled=pooled)
-        if getattr(model, "size_features", 0):
-            side = float(images.pixels.shape[1])
-            encoded = replace(encoded, sizes=np.array([side, side, 0.0, 0.0, side, side], np.float32))
-        names = [f"{name}: {caption!r}" for name, caption in zip(images.names, captions, strict=True)]
-        rows = _Rows(encoded, names, jnp.dtype(model.dtype), identity)
-        return CaptionedBatches(self, rows, seed=seed, identity=identity)
+
+        def read(encoders: Encoders) -> FileImages:
+            return read_images(
+                expand_glob(self.source, self.name),
+                size=model.image_size * encoders.autoencoder.config.downsampling,
+                channels=encoders.autoencoder.config.channels,
+                unreadable=self.unreadable,
+                source=self.source,
+            )
+
+        return encoded_batches(self, read, self.encoded_at_once, seed=seed, model=model)
+
+
+def encoded_spec(settings: ImageSettings, model: Any) -> Shapes:
+    """Returns the shapes and dtypes of batches of latents and text conditions."""
+    rows, dtype = settings.batch_size, jnp.dtype(model.dtype)
+    frames = (model.frames,) if isinstance(model, VideosConfig) else ()
+    shapes = {
+        "images": jax.ShapeDtypeStruct((rows, *frames, model.image_size, model.image_size, model.channels), np.float32),
+        "text": jax.ShapeDtypeStruct((rows, model.text_tokens, model.text_dim), dtype),
+        "weights": jax.ShapeDtypeStruct((rows,), np.float32),
+    }
+    if model.pooled_dim:
+        shapes["pooled"] = jax.ShapeDtypeStruct((rows, model.pooled_dim), dtype)
+    if getattr(model, "size_features", 0):
+        shapes["sizes"] = jax.ShapeDtypeStruct((rows, 6), np.float32)
+    if drops_to_empty_prompt(model):
+        shapes |= {f"negative_{name}": shapes[name] for name in ("text", "pooled") if name in shapes}
+    return shapes
+
+
+def encoded_batches(
+    settings: ImageSettings, read: Callable[[Encoders], FileImages], at_once: int, *, seed: int, model: Any
+) -> "CaptionedBatches":
+    """Encodes images or videos and their captions with `settings.encoders`; see `CaptionedData.build`.
+
+    Args:
+      read: reads the pixels in the size of the encoders.
+      at_once: batch size of the encoders, in images or captions.
+    """
+    directory = Path((settings.encoders or "").removeprefix("hf:")).expanduser()
+    encoders = open_encoders(directory, text_tokens=model.text_tokens, text_dim=model.text_dim)
+    encoders.check(model)
+    images = read(encoders)
+    captions = captions_of(images.names)
+    identity = EncoderIdentity.of(encoders, model.text_tokens)
+    encoded = _encoded(encoders, identity, images.pixels, captions, at_once)
+    if drops_to_empty_prompt(model):
+        empty = _encoded_texts(encoders, identity, [""], at_once)
+        pooled = None if empty.pooled is None else empty.pooled[0]
+        encoded = replace(encoded, empty_text=empty.text[0], empty_pooled=pooled)
+    if getattr(model, "size_features", 0):
+        side = float(images.pixels.shape[1])
+        encoded = replace(encoded, sizes=np.array([side, side, 0.0, 0.0, side, side], np.float32))
+    names = [f"{name}: {caption!r}" for name, caption in zip(images.names, captions, strict=True)]
+    rows = _Rows(encoded, names, jnp.dtype(model.dtype), identity)
+    return CaptionedBatches(settings, rows, seed=seed, identity=identity)
 
 
 @dataclass(frozen=True)
@@ -143,15 +178,15 @@ class EncoderIdentity:
       directory: absolute path of the diffusers directory.
       text_tokens: number of tokens per prompt; see `open_encoders`.
       channels: number of channels of the latents.
-      scaling_factor, shift_factor: scale and shift of the latents, from the autoencoder's config.
+      scaling_factor, shift_factor: scale and shift of the latents, or of each channel, from the autoencoder's config.
       digest: digest of the names, sizes and modification times of the encoders' files.
     """
 
     directory: str
     text_tokens: int
     channels: int
-    scaling_factor: float
-    shift_factor: float
+    scaling_factor: float | list[float]
+    shift_factor: float | list[float]
     digest: str
 
     @classmethod
@@ -206,7 +241,7 @@ class _Encoded:
     """Encoded images and captions.
 
     Attributes:
-      latents: scaled means of the images' latents.
+      latents: scaled means of the latents of images or videos.
       text: embeddings of the distinct captions' tokens.
       pooled: pooled embeddings of the distinct captions.
       caption_of: row of `text` and `pooled` for each image; images with equal captions share a row.
@@ -215,7 +250,7 @@ class _Encoded:
       sizes: original size, crop and target size of all images.
     """
 
-    latents: Float[np.ndarray, "images height width channels"]
+    latents: Float[np.ndarray, "images *frames height width channels"]
     text: Float[np.ndarray, "captions tokens text_dim"]
     pooled: Float[np.ndarray, "captions pooled_dim"] | None
     caption_of: Int64[np.ndarray, " images"]
@@ -359,9 +394,14 @@ def _stacked(rows: list[Any]) -> Any:
 def _check_scale(latents: np.ndarray, identity: EncoderIdentity) -> None:
     # A sample, because the memory-mapped latents may not fit into memory.
     std = float(np.std(latents[:256]))
-    if not _LEAST_STD <= std <= _MOST_STD:
-        raise DataError(
-            f"The autoencoder in {identity.directory} gives these images latents with a standard deviation of "
-            f"{std:.3g} after its scaling_factor {identity.scaling_factor:g}; denoisers are trained on values near 1. "
-            f"Set scaling_factor in vae/config.json to {identity.scaling_factor / max(std, 1e-9):.4g}."
-        )
+    if _LEAST_STD <= std <= _MOST_STD:
+        return
+    if isinstance(scaling := identity.scaling_factor, list):
+        remedy = "Set latents_mean and latents_std in vae/config.json to those of the channels of such latents"
+    else:
+        remedy = f"Set scaling_factor in vae/config.json to {scaling / max(std, 1e-9):.4g}"
+    name = "latents_std" if isinstance(scaling, list) else f"scaling_factor {scaling:g}"
+    raise DataError(
+        f"The autoencoder in {identity.directory} gives these images latents with a standard deviation of {std:.3g} "
+        f"after its {name}; denoisers are trained on values near 1. {remedy}."
+    )

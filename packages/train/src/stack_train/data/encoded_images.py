@@ -46,6 +46,7 @@ class EncodedImages:
       names: path and caption of each image.
       encoders: identity of the encoders.
       dtype: dtype of the text conditions.
+      controls: control images of each bucket; None without.
     """
 
     latents: Sequence[EncodedRows]
@@ -59,10 +60,15 @@ class EncodedImages:
     names: Sequence[str]
     encoders: Mapping[str, Any]
     dtype: Any
+    controls: Sequence[UInt8[np.ndarray, "_ _ _ 3"]] | None = None
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        return {"the images and captions (digest)": digest_of(list(self.keys), list(self.names))} | {
+        found = {"the images and captions (digest)": digest_of(list(self.keys), list(self.names))}
+        if self.controls is not None:
+            keys = [_digest_of_pixels(image) for images in self.controls for image in images]
+            found["the control images (digest)"] = digest_of(keys)
+        return found | {
             # The directory may move; `digest` identifies its files.
             f"the encoders' {name}": value
             for name, value in self.encoders.items()
@@ -82,6 +88,8 @@ class EncodedImages:
         found |= {name: self.texts.take(name, captions).astype(self.dtype) for name in conditions}
         if self.sizes is not None:
             found["sizes"] = self.sizes[places]
+        if self.controls is not None:
+            found["control"] = self.controls[self.bucket_of[places[0]]][self.row_of[places]]
         if self.empty is not None:
             for name in conditions:
                 row = self.empty.take(name, np.zeros(1, np.int64)).astype(self.dtype)

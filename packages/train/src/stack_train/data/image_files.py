@@ -22,6 +22,7 @@ __all__ = [
     "ImageSize",
     "OnUnreadable",
     "crop_offset",
+    "image_sizes",
     "read_bucketed_images",
     "read_images",
 ]
@@ -110,6 +111,11 @@ def read_bucketed_images(
         for size, images in found.items()
         if images.names
     }
+
+
+def image_sizes(files: Sequence[Path]) -> Mapping[str, ImageSize]:
+    """Returns the upright size of each file that can be read as an image, by path; cached."""
+    return _read_sizes(files)[0]
 
 
 def crop_offset(original: ImageSize, size: ImageSize) -> tuple[int, int]:

@@ -19,14 +19,14 @@ from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.checkpoint import CheckpointStore
 from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.data.kinds.images import ImagesData
-from stack_train.diffusion import autoencoder_kl, dit, flux, sd3, unet
+from stack_train.diffusion import autoencoder_kl, controlnet, dit, flux, sd3, unet
 from stack_train.diffusion.components import Component, load_component, save_component
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig
 from stack_train.diffusion.pipeline import INDEX, Pipeline, open_encoders, open_pipeline, save_pipeline
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.run.config import RunConfig
 from stack_train.variables.model_variables import values_of
-from stack_train.variables.weights import read_params
+from stack_train.variables.weights import read_model, read_params
 
 __all__ = ["component_in", "component_of", "export_images", "import_images"]
 
@@ -104,12 +104,15 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
 def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     """Converts a run's newest checkpoint to a diffusers directory, with averages if any and merged adapters.
 
-    A denoiser with text conditions is exported with the encoders of its training. An autoencoder is exported with a
-    measured scaling factor, which normalizes the latents of the run's held-out images to unit standard deviation.
+    A denoiser with text conditions is exported with the encoders of its training; a run that trains a ControlNet
+    exports the ControlNet. An autoencoder is exported with a measured scaling factor, which normalizes the latents of
+    the run's held-out images to unit standard deviation.
 
     Raises:
       ConversionError: the encoders are missing or have changed, or `directory` exists.
     """
+    if "controlnet" in saved.sections:
+        return _export_controlnet(run, directory, saved)
     component = _COMPONENTS[saved.model.name]
     graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
     model, config = nnx.merge(graph, nnx.State(read_params(run, saved.model)[0])), saved.model
@@ -131,6 +134,16 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
         if component is autoencoder_kl.COMPONENT:
             config = replace(config, scaling_factor=measured_scaling(model, saved), shift_factor=0.0)
         save_component(component, directory, config, model)
+    return _conversion(directory, model, config)
+
+
+def _export_controlnet(run: Path, directory: Path, saved: RunConfig) -> Conversion:
+    control = read_model(run, saved)[0].control
+    save_component(controlnet.COMPONENT, directory, control.config, control)
+    return _conversion(directory, control, control.config)
+
+
+def _conversion(directory: Path, model: Any, config: Any) -> Conversion:
     leaves = jax.tree.leaves(nnx.state(model))
     parameters = sum(leaf.size for leaf in leaves)
     return Conversion(directory, parameters, sum(leaf.nbytes for leaf in leaves), config.param_dtype, ())

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from pydantic import PositiveInt
 
 from stack_core.abi.config import config
@@ -17,6 +17,7 @@ from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.buckets import BucketsConfig, bucket_sizes, check_buckets
 from stack_train.data.captions import captions_of
+from stack_train.data.control_images import ControlsConfig, read_controls
 from stack_train.data.encoded_images import EncodedImages, Latents, encode_images, encode_texts
 from stack_train.data.files import expand_glob, stat_digest
 from stack_train.data.image_batches import ImageBatches, ImageSettings
@@ -43,6 +44,7 @@ _FORMAT = 1
 class TextConditioned(Protocol):
     """The config of a denoiser of latents with text conditions."""
 
+    name: str
     image_size: int
     channels: int
     text_dim: int
@@ -81,6 +83,7 @@ class CaptionedData(ImageSettings):
       buckets: sizes of images of several ratios; None for squares.
       latents: "mean" trains on the means of the latents, "sample" on a new sample of their distribution in each epoch,
         as in diffusers. The cache holds means, and for samples also standard deviations.
+      controls: control images for training a ControlNet (section `controlnet`); batches then contain "control".
     """
 
     source: str
@@ -90,6 +93,7 @@ class CaptionedData(ImageSettings):
     encoded_at_once: PositiveInt = 16
     buckets: BucketsConfig | None = None
     latents: Latents = "mean"
+    controls: ControlsConfig | None = None
 
     def spec(self, model: Any) -> Shapes:
         rows, dtype = self.batch_size, jnp.dtype(model.dtype)
@@ -104,6 +108,9 @@ class CaptionedData(ImageSettings):
             shapes["pooled"] = jax.ShapeDtypeStruct((rows, model.pooled_dim), dtype)
         if getattr(model, "size_features", 0):
             shapes["sizes"] = jax.ShapeDtypeStruct((rows, 6), np.float32)
+        if self.controls is not None:
+            pixels = side * self.controls.pixels_per_latent
+            shapes["control"] = jax.ShapeDtypeStruct((rows, pixels, pixels, 3), np.uint8)
         if drops_to_empty_prompt(model):
             shapes |= {f"negative_{name}": shapes[name] for name in ("text", "pooled") if name in shapes}
         return shapes
@@ -114,6 +121,8 @@ class CaptionedData(ImageSettings):
                 f"Data of kind captioned is for denoisers with text conditions, not for family {model.name!r}; use "
                 "flux, sd3 or unet. An autoencoder trains on kind images."
             )
+        if self.controls is not None and model.name != "unet":
+            raise ConfigError(f"data.controls are for ControlNets of family unet, not {model.name!r}. Leave them out.")
 
     def build(self, *, seed: int, model: Any) -> "CaptionedBatches":
         """Reads and encodes the images and captions that are not in the cache.
@@ -127,6 +136,7 @@ class CaptionedData(ImageSettings):
         directory = Path(self.pipeline.removeprefix("hf:")).expanduser()
         encoders = open_encoders(directory, text_tokens=model.text_tokens, text_dim=model.text_dim)
         encoders.check(model)
+        self._check_controls(encoders)
         read = self._read_files(encoders, model)
         sizes, images = list(read), list(read.values())
         names = [name for each in images for name in each.names]
@@ -151,10 +161,28 @@ class CaptionedData(ImageSettings):
             names=[f"{name}: {caption!r}" for name, caption in zip(names, captions, strict=True)],
             encoders=vars(identity),
             dtype=jnp.dtype(model.dtype),
+            controls=self._read_controls(read),
         )
         factor, spec = encoders.autoencoder.config.downsampling, self.spec(model)
-        shapes = [{**spec, "images": _resized(spec["images"], size, factor)} for size in sizes]
+        factors = {"images": factor} if self.controls is None else {"images": factor, "control": 1}
+        shapes = [
+            {**spec, **{name: _resized(spec[name], size, factor) for name, factor in factors.items()}} for size in sizes
+        ]
         return CaptionedBatches(self, encoded, seed=seed, identity=identity, sizes=sizes, batch_shapes=shapes)
+
+    def _check_controls(self, encoders: Encoders) -> None:
+        factor = encoders.autoencoder.config.downsampling
+        if self.controls is not None and self.controls.pixels_per_latent != factor:
+            raise ConfigError(
+                f"data.controls.pixels_per_latent is {self.controls.pixels_per_latent}, and the autoencoder in "
+                f"{encoders.directory} divides sides by {factor}. Set it to {factor}."
+            )
+
+    def _read_controls(self, read: Mapping[ImageSize, FileImages]) -> list[UInt8[np.ndarray, "_ _ _ 3"]] | None:
+        """Reads the control images of each bucket; returns None without `controls`."""
+        if self.controls is None:
+            return None
+        return read_controls(read, source=self.source, folder=self.controls.folder)
 
     def _read_files(self, encoders: Encoders, model: Any) -> dict[ImageSize, FileImages]:
         """Reads the images of each bucket, or squares without buckets."""

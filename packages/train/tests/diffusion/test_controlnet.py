@@ -179,15 +179,15 @@ def test_control_images_that_are_missing_or_do_not_fit_are_named(folder, encoder
         )
 
 
-def runs(root, folder, encoders, *, steps, model=UNET, data=()):
+def runs(root, folder, encoders, *, steps):
     """Returns the run of a UNet, and the run of a ControlNet that starts from it."""
     options = {
-        "model": model,
+        "model": UNET,
         "objective": {"name": "epsilon", "noise": BETAS},
         "optimizer": {"name": "adamw", "learning_rate": 3e-3, "ema_decay": 0.9},
     }
     source = f"{folder}/images"
-    base = {"batch_size": 4, "validation_fraction": 0.0, "source": f"{source}/**/*.png", **dict(data)}
+    base = {"batch_size": 4, "validation_fraction": 0.0, "source": f"{source}/**/*.png"}
     controls = {"folder": f"{folder}/edges", "pixels_per_latent": 2}
     first = flux_config(root / "base", source, encoders, steps=steps, data=base, **options)
     second = flux_config(

@@ -282,34 +282,36 @@ def of_numpy(images):
 def predictions(family, ours, theirs):
     """What both say of the same images, conditions and timesteps."""
     rng = np.random.default_rng(0)
-    images = rng.standard_normal((2, 8, 8, 3), np.float32)
     timesteps = np.array([3.0, 700.0], np.float32)
-    given = jnp.asarray(images), jnp.asarray(timesteps)
     if family == "dit":
+        images = rng.standard_normal((2, 8, 8, 3), np.float32)
         labels = np.array([1, 10])
         with torch.no_grad():
             said = theirs(of_torch(images), torch.tensor(timesteps), torch.tensor(labels)).sample
-        return ours(*given, {"labels": jnp.asarray(labels, jnp.int32)}), of_numpy(said)
+        condition = {"labels": jnp.asarray(labels, jnp.int32)}
+        return ours(jnp.asarray(images), jnp.asarray(timesteps), condition), of_numpy(said)
     if family == "unet":
         return unet_predictions(ours, theirs, timesteps, rng)
     if family in JOINT:
         return joint_predictions(family, ours, theirs, timesteps, rng)
+    # 3 x 7 patches, whose rows and columns rotate different features.
+    images = rng.standard_normal((2, 6, 14, 3), np.float32)
     text, pooled = rng.standard_normal((2, 5, 24), np.float32), rng.standard_normal((2, 20), np.float32)
     guidance = np.array([1.5, 4.0], np.float32) if theirs.config.guidance_embeds else None
-    patches = diffusers.FluxPipeline._pack_latents(of_torch(images), 2, 3, 8, 8)
+    patches = diffusers.FluxPipeline._pack_latents(of_torch(images), 2, 3, 6, 14)
     with torch.no_grad():
         said = theirs(
             patches,
             torch.tensor(text),
             torch.tensor(pooled),
             torch.tensor(timesteps / 1000.0),
-            img_ids=diffusers.FluxPipeline._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32),
+            img_ids=diffusers.FluxPipeline._prepare_latent_image_ids(2, 3, 7, "cpu", torch.float32),
             txt_ids=torch.zeros(5, 3),
             guidance=None if guidance is None else torch.tensor(guidance),
         ).sample
-    said = diffusers.FluxPipeline._unpack_latents(said, 64, 64, 8)
+    said = diffusers.FluxPipeline._unpack_latents(said, 48, 112, 8)
     condition = {"text": text, "pooled": pooled} | ({} if guidance is None else {"guidance": guidance})
-    return ours(*given, jax.tree.map(jnp.asarray, condition)), of_numpy(said)
+    return ours(*jax.tree.map(jnp.asarray, (images, timesteps, condition))), of_numpy(said)
 
 
 def unet_predictions(ours, theirs, timesteps, rng):

@@ -230,11 +230,11 @@ def pipeline(tokenizers_of, tmp_path_factory):
 
 def images_of(made, latents):
     """What a pipeline of diffusers makes of a prompt from given noise."""
-    packed = made._pack_latents(torch.tensor(latents.transpose(0, 3, 1, 2)), 1, 4, 8, 8)
+    packed = made._pack_latents(torch.tensor(latents.transpose(0, 3, 1, 2)), 1, 4, 8, 12)
     return made(
         "a red circle",
         height=16,
-        width=16,
+        width=24,
         num_inference_steps=4,
         guidance_scale=2.0,
         max_sequence_length=8,
@@ -246,9 +246,9 @@ def images_of(made, latents):
 def test_a_pipeline_makes_the_images_of_diffusers_and_is_opened_there_again(pipeline, tmp_path):
     made, directory = pipeline
     opened = open_pipeline(directory, text_tokens=8)
-    noise = np.random.default_rng(0).standard_normal((1, 8, 8, 4)).astype(np.float32)
+    noise = np.random.default_rng(0).standard_normal((1, 8, 12, 4)).astype(np.float32)
     condition = {**opened.encoders.text(["a red circle"]), "guidance": jnp.array([2.0])}
-    levels = levels_of(opened.objective.schedule(image_tokens(opened.model, 8, 8)), SamplerConfig(steps=4))
+    levels = levels_of(opened.objective.schedule(image_tokens(opened.model, 8, 12)), SamplerConfig(steps=4))
     table = table_of(SamplerConfig(steps=4), levels, "flow")
     with jax.default_matmul_precision("highest"):
         latents = sample(

@@ -159,6 +159,12 @@ def stack_register_observers(registry: Registrar) -> None:
 def stack_register_sections(registry: Registrar) -> None:
     registry.add("wandb", "stack_train.observers.wandb:WandbConfig")
     registry.add("mlflow", "stack_train.observers.mlflow:MlflowConfig")
+    registry.add("controlnet", "stack_train.diffusion.controlnet:ControlNetSection")
+
+
+@hookimpl
+def stack_register_transforms(registry: Registrar) -> None:
+    registry.add("controlnet", "stack_train.diffusion.controlnet:ControlNetTraining")
 
 
 @hookimpl

@@ -41,7 +41,7 @@ MODEL = {
     "dtype": "float32",
     "initializer_std": 0.15,
     "vision": {**TOWER, "image_size": shapes.SIZE, "patch": 8},
-    "text": {**TOWER, "vocab_size": 16, "max_positions": 3},
+    "text": {**TOWER, "vocab_size": 20, "max_positions": 3},
 }
 CLIP = {**MODEL, "name": "clip", "features": 20, "text": {**MODEL["text"], "end": 1}}
 BATCH, IMAGES, STEPS = 6, 96, 80
@@ -202,7 +202,7 @@ def test_replicas_that_train_apart_are_refused():
     [
         ({"max_positions": 2}, {}, DataError, r"96 of 96 texts are longer than the 2 tokens.*000\.png has 3"),
         ({"max_positions": 2}, {"too_long": "drop"}, DataError, "None of 96 texts fits"),
-        ({"vocab_size": 8}, {}, ConfigError, r"tokenizer has 15 tokens, but model\.text\.vocab_size is 8"),
+        ({"vocab_size": 8}, {}, ConfigError, r"tokenizer has 20 tokens, but model\.text\.vocab_size is 8"),
         ({"end": 7}, {}, DataError, r"000\.png have no token 7 \(model\.text\.end\)"),
         ({}, {"batch_size": 90}, DataError, "fewer than data.batch_size=90"),
         ({}, {"tokenizer": None}, ConfigError, "needs a tokenizer"),

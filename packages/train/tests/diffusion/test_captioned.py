@@ -172,7 +172,7 @@ def test_a_run_resumes_bit_by_bit_with_the_moments_of_adam(run, tmp_path):
 
 def test_captions_and_latents_are_encoded_once_and_are_those_of_the_encoders(run, folder, pipeline, monkeypatch):
     batches = run.data.build(seed=0, model=run.model)
-    monkeypatch.setattr("stack_train.data.kinds.captioned._write_parts", None)  # the cache is read again
+    monkeypatch.setattr("stack_train.data.encoded_cache._write", None)  # the cache is read again
     batch = next(run.data.build(seed=0, model=run.model).train_iterator())
     spec = run.data.spec(run.model)
     assert {name: (array.shape, array.dtype) for name, array in batch.items() if name != "row_ids"} == {

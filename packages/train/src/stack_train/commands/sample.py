@@ -27,6 +27,11 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     mask: Path | None = None,
     strength: float | None = None,
     lora: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    controlnet: Path | None = None,
+    control: Path | None = None,
+    control_scale: float = 1.0,
+    control_start: float = 0.0,
+    control_end: float = 1.0,
     grid: str | None = None,
     out: Path | None = None,
     sampler: SamplerName | None = None,
@@ -52,6 +57,11 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       mask: image file, white in the areas to repaint and black in the areas to keep.
       strength: fraction of the steps that the image is put through, 0.8 by default, or 1 with a mask.
       lora: safetensors file of a LoRA in diffusers' or kohya's layout, or FILE=SCALE; may be repeated.
+      controlnet: directory of a ControlNet of the model, as diffusers writes it; runs that train one have it.
+      control: file of the control image of the ControlNet, which is scaled to the size of the images.
+      control_scale: factor of the ControlNet's influence.
+      control_start: fraction of the steps before the ControlNet acts.
+      control_end: fraction of the steps after which the ControlNet does not act.
       grid: rows x columns of images; by default 8x8, or one image per prompt.
       out: PNG file to write, or for videos a GIF or WebP file, or the name of PNG files of all frames; by default a
         file in the run's directory that its report displays, or image.png or video.gif.
@@ -84,18 +94,19 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     given |= {"steps": steps, "eta": eta, "guidance_rescale": guidance_rescale}
     if strength is not None or image is not None:
         given["strength"] = (0.8 if mask is None else 1.0) if strength is None else strength
-    if mask is not None and image is None:
-        raise ConfigError("--mask chooses the part of an image that is made anew. Give --image.")
+    influence = control_scale, control_start, control_end
+    _check_images(image, mask, control, influence)
     # Checked before the model is read; the directory's scheduler may add settings.
     parse(SamplerConfig, {"guidance": 2.0, **given}, path="sampler")
     pillow()  # Raises now rather than after minutes of sampling if Pillow is not installed.
     keep_compiled()
     start = None if image is None else _read_start(image, mask, pixels)
     sides = pixels if start is None else start.image.shape[:2]
-    opened = open_images(model, size=sides, frames=frames, loras=_loras(lora))
+    opened = open_images(model, size=sides, frames=frames, loras=_loras(lora), controlnet=controlnet)
     path = out or _default_path(model, opened.step, label, ".gif" if opened.makes_videos else ".png")
     if opened.makes_videos:
         _check_video(path, fps)
+    controlled = None if control is None else _read_control(control, opened, *influence)
     config = opened.sampler.changed(given)
     places = range(rows * columns)
     if label and (opened.encoders is not None or not opened.config.classes):
@@ -105,13 +116,19 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
         prompts = [prompt[place % columns % len(prompt)] if prompt else "" for place in places]
         negative = None if negative_prompt is None else [negative_prompt] * len(prompts)
         images = opened.images_of(
-            prompts, config, negative=negative, seed=seed, embedded_guidance=embedded_guidance, start=start
+            prompts,
+            config,
+            negative=negative,
+            seed=seed,
+            embedded_guidance=embedded_guidance,
+            start=start,
+            control=controlled,
         )
     else:
         if embedded_guidance is not None:
             raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
-        if negative_prompt is not None or start is not None:
-            name = "negative_prompt" if negative_prompt is not None else "image"
+        if negative_prompt is not None or start is not None or control is not None:
+            name = "negative_prompt" if negative_prompt is not None else "image" if control is None else "control"
             raise GenerationError("The model takes neither prompts nor images to begin with.", parameter=name)
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [labels[place % columns % len(labels)] for place in places]
@@ -120,6 +137,15 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     if out is None and opened.step is not None:
         directory = RunDirectory(Path(model))
         write_report(Path(model), parse_yaml(directory.config_yaml(), str(directory.config)))
+
+
+def _check_images(
+    image: Path | None, mask: Path | None, control: Path | None, influence: tuple[float, float, float]
+) -> None:
+    if control is None and influence != (1.0, 0.0, 1.0):
+        raise ConfigError("--control-scale, --control-start and --control-end are of a control image. Give --control.")
+    if mask is not None and image is None:
+        raise ConfigError("--mask chooses the part of an image that is made anew. Give --image.")
 
 
 def _default_path(model: str, step: int | None, label: tuple[int, ...], suffix: str) -> Path:
@@ -163,21 +189,37 @@ def _read_start(image: Path, mask: Path | None, size: tuple[int, int] | None) ->
     """Reads the initial image and its mask upright, and resizes both to `size` unless it is None."""
     import numpy as np
 
-    from stack_train.diffusion.grid import pillow, turn_upright
     from stack_train.diffusion.sampling import Start
 
-    arrays: list[Any] = []
-    for path, mode in ((image, "RGB"), (mask, "L")):
-        if path is None:
-            arrays.append(None)
-            continue
-        try:
-            with pillow().open(path) as opened:
-                converted = turn_upright(opened).convert(mode)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read as an image: {error}") from error
-        arrays.append(np.asarray(converted if size is None else converted.resize(size[::-1])))
-    return Start(*arrays)
+    def read(path: Path, mode: str) -> Any:
+        converted = _opened(path, mode)
+        return np.asarray(converted if size is None else converted.resize(size[::-1]))
+
+    return Start(read(image, "RGB"), None if mask is None else read(mask, "L"))
+
+
+def _read_control(path: Path, opened: Any, scale: float, start: float, end: float) -> Any:
+    """Reads a control image upright, and scales it to the size of the images, as diffusers does."""
+    import numpy as np
+
+    from stack_train.diffusion.controlnet import Control
+    from stack_train.diffusion.grid import pillow
+
+    if opened.encoders is None:
+        raise GenerationError("The model takes no control image.", parameter="control")
+    height, width = (side * opened.encoders.autoencoder.config.downsampling for side in opened.sides)
+    image = _opened(path, "RGB").resize((width, height), pillow().Resampling.LANCZOS)
+    return Control(np.asarray(image), scale, start, end)
+
+
+def _opened(path: Path, mode: str) -> Any:
+    from stack_train.diffusion.grid import pillow, turn_upright
+
+    try:
+        with pillow().open(path) as opened:
+            return turn_upright(opened).convert(mode)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as an image: {error}") from error
 
 
 def _loras(arguments: tuple[str, ...]) -> dict[Path, float]:

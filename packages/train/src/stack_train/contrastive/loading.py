@@ -135,7 +135,7 @@ class ImageTextModel:
         size, channels = self.config.vision.image_size, self.config.vision.channels
 
         def scaled(opened: Any) -> np.ndarray:
-            found = np.asarray(self.config.scaling(decode(opened, channels), size), np.uint8)
+            found = np.asarray(self.config.scaling(decode(opened, channels), (size, size)), np.uint8)
             return found.reshape(size, size, channels)
 
         if channels not in MODES:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from stack_core.abi.data import DataSource
+from stack_core.abi.data import DataSource, Shapes
 
-__all__ = ["BuildsAtOnce", "SplitsIntoParts"]
+__all__ = ["BuildsAtOnce", "SplitsIntoParts", "VariesShapes"]
 
 
 @runtime_checkable
@@ -29,3 +29,16 @@ class SplitsIntoParts(Protocol):
     def document_parts(self) -> Sequence[DataSource]:
         """Splits the documents, in order, into sources that can be pickled; the same parts on every machine."""
         ...
+
+
+@runtime_checkable
+class VariesShapes(Protocol):
+    """`Batches` whose training batches have one of several shapes, such as images of several sizes.
+
+    Attributes:
+      batch_shapes: shapes and dtypes of batches over all processes that differ from `DataConfig.spec`, which may be in
+        the list. The first batch of each shape compiles another program.
+    """
+
+    @property
+    def batch_shapes(self) -> Sequence[Shapes]: ...

@@ -16,7 +16,7 @@ from typing import Any
 
 from stack_core.abi.errors import DataError
 
-__all__ = ["cached", "digest_of"]
+__all__ = ["cached", "complete_entries", "digest_of"]
 
 _MANIFEST = "manifest.json"
 _ABANDONED_S = 24 * 3600
@@ -52,6 +52,11 @@ def cached(entry: Path, build: Callable[[Path], None]) -> Path:
             "Free space there, or set XDG_CACHE_HOME to a folder that can be written."
         ) from error
     return entry
+
+
+def complete_entries(folder: Path) -> list[Path]:
+    """Lists the undamaged entries in a folder by name; returns an empty list if the folder does not exist."""
+    return [entry for entry in sorted(folder.glob("[!.]*")) if _is_complete(entry)]
 
 
 def _remove_abandoned(entry: Path) -> None:

@@ -12,8 +12,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.data import Batch, Batches, Shapes
 from stack_core.abi.errors import ConfigError
+from stack_train.data.buckets import BatchOrder
 from stack_train.data.cache import digest_of
-from stack_train.data.rows import TrainIterator, filled, iterate_rows
+from stack_train.data.rows import TrainIterator, filled, iterate_batches, iterate_rows
 from stack_train.data.split import split_documents
 from stack_train.diffusion.denoiser import ImagesConfig
 
@@ -142,8 +143,20 @@ class ImageBatches(Batches):
       training, validation: indices of the training images and of the held-out images.
     """
 
-    def __init__(self, settings: ImageSettings, images: ImageRows, *, seed: int) -> None:
-        self._settings, self._images, self._seed = settings, images, seed
+    def __init__(
+        self,
+        settings: ImageSettings,
+        images: ImageRows,
+        *,
+        seed: int,
+        bucket_of: Int64[np.ndarray, " images"] | None = None,
+    ) -> None:
+        """Splits images into training and validation.
+
+        Args:
+          bucket_of: bucket of each image, of which each batch has only one; None for images of one size.
+        """
+        self._settings, self._images, self._seed, self._bucket_of = settings, images, seed, bucket_of
         self.training, self.validation = split_documents(images.digests(), settings.validation_fraction)
         self._fingerprint = {
             "seed": seed,
@@ -154,23 +167,34 @@ class ImageBatches(Batches):
 
     def train_iterator(self) -> TrainIterator:
         """Returns an iterator over training batches, shuffled in each epoch; batch i depends only on (seed, i)."""
-        return iterate_rows(
-            len(self.training),
+        rows, size, prefetched = len(self.training), self._settings.batch_size, self._settings.prefetch_batches
+
+        def make_batch(ids: Int64[np.ndarray, " batch"]) -> dict[str, np.ndarray]:
             # Ids count rows over all epochs.
-            lambda ids: self._batch(self.training[ids % len(self.training)], ids),
+            return self._batch(self.training[ids % rows], ids)
+
+        if self._bucket_of is not None:
+            order = BatchOrder(self._bucket_of[self.training], size, self._seed)
+            return TrainIterator(iterate_batches(order, make_batch, prefetch_batches=prefetched), self._fingerprint)
+        return iterate_rows(
+            rows,
+            make_batch,
             seed=self._seed,
-            batch_size=self._settings.batch_size,
-            prefetch_batches=self._settings.prefetch_batches,
+            batch_size=size,
+            prefetch_batches=prefetched,
             fingerprint=self._fingerprint,
         )
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yields all held-out images once; held-out image r has the row id -1 - r."""
-        size = self._settings.batch_size
-        for first in range(0, len(self.validation), size):
-            rows = np.arange(first, min(first + size, len(self.validation)))
-            batch = self._batch(self.validation[rows], -1 - rows)
-            yield {name: filled(values, size, name) for name, values in batch.items()}
+        size, count = self._settings.batch_size, len(self.validation)
+        buckets = np.zeros(count) if self._bucket_of is None else self._bucket_of[self.validation]
+        for bucket in np.unique(buckets):
+            members = np.flatnonzero(buckets == bucket)
+            for first in range(0, len(members), size):
+                rows = members[first : first + size]
+                batch = self._batch(self.validation[rows], -1 - rows)
+                yield {name: filled(values, size, name) for name, values in batch.items()}
 
     def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
         """Names the image of each row."""

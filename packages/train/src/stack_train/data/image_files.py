@@ -1,9 +1,9 @@
-"""Image files, cropped and scaled to squares of one size and cached."""
+"""Image files, cropped and scaled to one or several sizes and cached."""
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,23 +14,31 @@ from stack_core.abi.errors import DataError
 from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.cache import cached, digest_of
 from stack_train.data.files import stat_digest
-from stack_train.diffusion.grid import pillow, turn_upright
+from stack_train.diffusion.grid import pillow, turn_upright, upright_size
 
 __all__ = [
     "IMAGE_CHANNELS",
     "CropRule",
     "FileImages",
     "ImageScaling",
+    "ImageSize",
     "OnUnreadable",
+    "crop_offset",
+    "image_sizes",
     "mode_of",
+    "read_bucketed_images",
     "read_images",
     "report_unreadable",
 ]
 
 _FORMAT = 2
+_FORMAT_OF_SIZES = 1
 _MODES = {1: "L", 3: "RGB"}
 _NAMED = 10
 _PIXELS, _FACTS = "pixels.npy", "facts.json"
+
+ImageSize = tuple[int, int]
+"""Height and width of an image in pixels."""
 
 IMAGE_CHANNELS = tuple(_MODES)
 """Numbers of channels that image files can be read with: 1 (grey) or 3 (RGB)."""
@@ -38,13 +46,14 @@ IMAGE_CHANNELS = tuple(_MODES)
 OnUnreadable = Literal["error", "skip"]
 """Policy for files that cannot be read as images: raise an error, or skip them with a warning that lists them."""
 
+
 CropRule = Literal["before", "after", "none"]
-"""Place of the crop: the centre square before scaling or after it, or none, which changes the proportions."""
+"""Place of the crop: the largest centred part before scaling or after it, or none, which changes the proportions."""
 
 
 @dataclass(frozen=True)
 class ImageScaling:
-    """Scaling of images to squares of one size.
+    """Scaling of images to one size.
 
     Attributes:
       resample: filter of Pillow.
@@ -54,19 +63,21 @@ class ImageScaling:
     resample: Literal["lanczos", "bilinear", "bicubic"] = "lanczos"
     crop: CropRule = "before"
 
-    def __call__(self, image: Any, size: int) -> Any:
-        """Scales an upright image of Pillow to `size` x `size` pixels."""
-        resample = pillow().Resampling[self.resample.upper()]
-        if self.crop == "none":
-            return image.resize((size, size), resample)
-        short = min(image.size)
+    def __call__(self, image: Any, size: ImageSize) -> Any:
+        """Scales an upright image of Pillow."""
+        resample, (height, width) = pillow().Resampling[self.resample.upper()], size
         if self.crop == "before":
-            left, top = ((length - short) // 2 for length in image.size)
-            return image.crop((left, top, left + short, top + short)).resize((size, size), resample)
+            image = image.crop(_centre(image.size, size))
+        if self.crop != "after":
+            return image.resize((width, height), resample)
         # As in transformers: the longer side is rounded down.
-        image = image.resize(tuple(size * length // short for length in image.size), resample)
-        left, top = ((length - size) // 2 for length in image.size)
-        return image.crop((left, top, left + size, top + size))
+        whole_width, whole_height = image.size
+        if width * whole_height >= height * whole_width:
+            scaled = width, width * whole_height // whole_width
+        else:
+            scaled = height * whole_width // whole_height, height
+        left, top = (scaled[0] - width) // 2, (scaled[1] - height) // 2
+        return image.resize(scaled, resample).crop((left, top, left + width, top + height))
 
 
 @dataclass(frozen=True)
@@ -77,51 +88,111 @@ class FileImages:
       pixels: uint8 pixels of each image, memory-mapped.
       names: path of each image.
       unreadable: path of each file that could not be read as an image, with the reason.
+      originals: height and width of each image in its file, upright; None if they were not read.
     """
 
     pixels: UInt8[np.ndarray, "images *frames height width channels"]
     names: Sequence[str]
     unreadable: Sequence[str]
+    originals: Sequence[ImageSize] | None = None
 
 
 def read_images(
     files: Sequence[Path],
     *,
-    size: int,
+    size: ImageSize,
     channels: int,
     unreadable: OnUnreadable,
     source: str,
     scaling: ImageScaling = ImageScaling(),
 ) -> FileImages:
-    """Reads image files into one memory-mapped array, scaled to `size` x `size` pixels.
+    """Reads image files into one memory-mapped array, scaled to one size.
 
     Their EXIF orientation is applied. The array is stored in the user's cache.
 
     Args:
       files: paths of the image files.
-      size: side of the resulting images in pixels.
+      size: height and width of the resulting images.
       channels: number of channels, from `IMAGE_CHANNELS`.
       unreadable: policy for files that cannot be read as images.
       source: name of the files in messages.
-      scaling: scaling of each image; by default, of its centre square.
+      scaling: scaling of each image; by default, of its largest centred part with the ratio of `size`.
 
     Raises:
       DataError: Pillow is not installed, a file cannot be read, or no file is an image.
     """
     images = _read(files, size, _MODES[channels], scaling)
-    if images.unreadable:
-        report_unreadable(images.unreadable, len(images.names), unreadable)
-    if not images.names:
-        raise DataError(f"{source} holds no image. Point data.source at files with some.")
+    _check_read(images.unreadable, len(images.names), unreadable, source)
     return images
 
 
-def _read(files: Sequence[Path], size: int, mode: str, scaling: ImageScaling) -> FileImages:
+def read_bucketed_images(
+    files: Sequence[Path], *, sizes: Sequence[ImageSize], channels: int, unreadable: OnUnreadable, source: str
+) -> dict[ImageSize, FileImages]:
+    """Reads image files into one memory-mapped array for each size; an image has the size with the nearest ratio.
+
+    An image is scaled to cover its size, and the excess is cut off on both sides alike. `read_images` describes the
+    other arguments and errors.
+
+    Args:
+      sizes: sizes of the resulting images.
+
+    Returns:
+      The images of each size that has some.
+    """
+    originals, problems = _read_sizes(files)
+    ratios = np.log([width / height for height, width in sizes])
+    files_of: dict[ImageSize, list[Path]] = {}
+    for path in files:
+        if (original := originals.get(str(path))) is not None:
+            nearest = int(np.argmin(np.abs(ratios - np.log(original[1] / original[0]))))
+            files_of.setdefault(sizes[nearest], []).append(path)
+    found = {size: _read(files_of[size], size, _MODES[channels]) for size in sizes if size in files_of}
+    problems = [*problems, *(each for images in found.values() for each in images.unreadable)]
+    _check_read(problems, sum(len(images.names) for images in found.values()), unreadable, source)
+    return {
+        size: replace(images, originals=[originals[name] for name in images.names])
+        for size, images in found.items()
+        if images.names
+    }
+
+
+def image_sizes(files: Sequence[Path]) -> Mapping[str, ImageSize]:
+    """Returns the upright size of each file that can be read as an image, by path; cached."""
+    return _read_sizes(files)[0]
+
+
+def crop_offset(original: ImageSize, size: ImageSize) -> tuple[int, int]:
+    """Returns the rows above and the columns left of the part of a scaled image that `read_bucketed_images` keeps."""
+    scale = max(side / whole for side, whole in zip(size, original, strict=True))
+    top, left = (round((whole * scale - side) / 2) for side, whole in zip(size, original, strict=True))
+    return top, left
+
+
+def _read_sizes(files: Sequence[Path]) -> tuple[Mapping[str, ImageSize], Sequence[str]]:
+    """Returns the upright size of each image by path, and the files that cannot be read; both from the cache."""
+
+    def build(folder: Path) -> None:
+        image, sizes, unreadable = pillow(), dict[str, ImageSize](), list[str]()
+        for path in files:
+            try:
+                with image.open(path) as opened:  # reads only the head of the file
+                    sizes[str(path)] = upright_size(opened)
+            except _decoder_errors() as error:
+                unreadable.append(f"{path}: {type(error).__name__}: {error}")
+        (folder / _FACTS).write_text(json.dumps({"sizes": sizes, "unreadable": unreadable}), encoding="utf-8")
+
+    digest = stat_digest(((str(path), path) for path in files), ["sizes", str(_FORMAT_OF_SIZES)])
+    facts = json.loads((cached(user_cache_dir() / "images" / digest, build) / _FACTS).read_text(encoding="utf-8"))
+    return {name: (height, width) for name, (height, width) in facts["sizes"].items()}, facts["unreadable"]
+
+
+def _read(files: Sequence[Path], size: ImageSize, mode: str, scaling: ImageScaling = ImageScaling()) -> FileImages:
     def build(folder: Path) -> None:
         names: list[str] = []
         unreadable: list[str] = []
         channels = {name: number for number, name in _MODES.items()}[mode]
-        shape = (len(files), size, size, channels)
+        shape = (len(files), *size, channels)
         # Room for all files; rows of unreadable ones remain unused at the end and are cut off when the array is opened.
         pixels = np.lib.format.open_memmap(folder / _PIXELS, mode="w+", dtype=np.uint8, shape=shape)
         for path, image in _decoded(files, size, mode, scaling):
@@ -135,7 +206,7 @@ def _read(files: Sequence[Path], size: int, mode: str, scaling: ImageScaling) ->
 
     # The default has the key of the folders that are cached already.
     others = () if scaling == ImageScaling() else (scaling.resample, scaling.crop)
-    settings = digest_of(_FORMAT, size, mode, *others)
+    settings = digest_of(_FORMAT, size[0] if size[0] == size[1] else size, mode, *others)
     digest = stat_digest(((str(path), path) for path in files), [settings])
     entry = cached(user_cache_dir() / "images" / digest, build)
     facts = json.loads((entry / _FACTS).read_text(encoding="utf-8"))
@@ -144,7 +215,7 @@ def _read(files: Sequence[Path], size: int, mode: str, scaling: ImageScaling) ->
 
 
 def _decoded(
-    files: Sequence[Path], size: int, mode: str, scaling: ImageScaling
+    files: Sequence[Path], size: ImageSize, mode: str, scaling: ImageScaling
 ) -> Iterator[tuple[Path, np.ndarray | str]]:
     """Yields each file with its pixels, or with the reason why it cannot be read."""
     image = pillow()
@@ -153,13 +224,33 @@ def _decoded(
             with image.open(path) as opened:
                 # Converted first, because colors of a palette cannot be averaged by index.
                 yield path, np.asarray(scaling(turn_upright(opened).convert(mode), size))
-        except (
-            OSError,
-            ValueError,
-            SyntaxError,
-            image.DecompressionBombError,
-        ) as error:  # the exceptions of Pillow's decoders
+        except _decoder_errors() as error:
             yield path, f"{type(error).__name__}: {error}"
+
+
+def _centre(original: tuple[int, int], size: ImageSize) -> tuple[int, int, int, int]:
+    """Returns left, top, right and bottom of the largest centred part with the ratio of `size`.
+
+    Args:
+      original: width and height, in Pillow's order.
+    """
+    width, height = original
+    part_width = max(1, min(width, round(height * size[1] / size[0])))
+    part_height = max(1, min(height, round(width * size[0] / size[1])))
+    left, top = (width - part_width) // 2, (height - part_height) // 2
+    return left, top, left + part_width, top + part_height
+
+
+def _decoder_errors() -> tuple[type[Exception], ...]:
+    """Returns the exceptions of Pillow's decoders."""
+    return OSError, ValueError, SyntaxError, pillow().DecompressionBombError
+
+
+def _check_read(unreadable: Sequence[str], read: int, policy: OnUnreadable, source: str) -> None:
+    if unreadable:
+        report_unreadable(unreadable, read, policy)
+    if not read:
+        raise DataError(f"{source} holds no image. Point data.source at files with some.")
 
 
 def mode_of(channels: int) -> str:

@@ -15,8 +15,9 @@ from jaxtyping import Int64
 from pydantic import PositiveInt
 
 from stack_core.abi.config import config
-from stack_core.abi.data import Batch, Batches, BatchIterator, MeasuresData
+from stack_core.abi.data import Batch, Batches, BatchIterator, MeasuresData, Shapes
 from stack_core.abi.errors import ConfigError, DataError
+from stack_train.data.abilities import VariesShapes
 
 __all__ = ["RampStage", "RampedBatches", "check_ramp"]
 
@@ -95,6 +96,11 @@ class RampedBatches(Batches):
 
     def split_rows(self, parts: int) -> Sequence[int]:
         return sorted({*self._data.split_rows(parts), *(stage.rows for stage in self._stages)})
+
+    @property
+    def batch_shapes(self) -> Sequence[Shapes]:
+        """See `VariesShapes`."""
+        return self._data.batch_shapes if isinstance(self._data, VariesShapes) else ()
 
     def with_rows(self, rows: Int64[np.ndarray, " own"]) -> "RampedBatches | None":
         of_process = self._data.with_rows(rows)

@@ -109,7 +109,7 @@ def _frames_of(path: Path, size: int, frames: int, mode: str) -> np.ndarray | st
     found: list[np.ndarray] = []
     try:
         for frame in _folder_frames(path) if path.is_dir() else _animation_frames(path):
-            found.append(np.asarray(ImageScaling()(frame.convert(mode), size)))
+            found.append(np.asarray(ImageScaling()(frame.convert(mode), (size, size))))
             if len(found) == frames:
                 return np.stack(found)
     except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:  # of Pillow's decoders

@@ -268,7 +268,13 @@ class AutoencoderKl(nnx.Module):
 
     def scaled_latents(self, images: Images) -> Latents:
         """Computes the means of the latents, scaled for a denoiser."""
-        return (self.encode(images)[0] - self.config.shift_factor) * self.config.scaling_factor
+        return self.scaled_moments(images)[0]
+
+    def scaled_moments(self, images: Images) -> tuple[Latents, Latents]:
+        """Computes the means and the standard deviations of the latents, scaled for a denoiser."""
+        mean, log_variance = self.encode(images)
+        factor = self.config.scaling_factor
+        return (mean - self.config.shift_factor) * factor, jnp.exp(0.5 * log_variance) * factor
 
     def images_of(self, scaled: Latents) -> Images:
         """Decodes scaled latents of a denoiser."""

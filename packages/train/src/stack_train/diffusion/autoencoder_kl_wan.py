@@ -371,8 +371,13 @@ class AutoencoderKlWan(nnx.Module):
 
     def scaled_latents(self, images: Videos) -> Latents:
         """Computes the means of the latents, scaled for a denoiser."""
-        config = self.config
-        return (self.encode(images, by_chunks=True)[0] - jnp.array(config.latents_mean)) / jnp.array(config.latents_std)
+        return self.scaled_moments(images)[0]
+
+    def scaled_moments(self, images: Videos) -> tuple[Latents, Latents]:
+        """Computes the means and the standard deviations of the latents, scaled for a denoiser."""
+        mean, log_variance = self.encode(images, by_chunks=True)
+        std = jnp.array(self.config.latents_std)
+        return (mean - jnp.array(self.config.latents_mean)) / std, jnp.exp(0.5 * log_variance) / std
 
     def images_of(self, scaled: Latents) -> Videos:
         """Decodes scaled latents of a denoiser."""

@@ -21,7 +21,7 @@ from stack_train.data.image_batches import ImageSettings
 from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.data.kinds.images import ImagesData
 from stack_train.data.kinds.videos import VideosData
-from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, dit, flux, sd3, unet, wan
+from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, controlnet, dit, flux, sd3, unet, wan
 from stack_train.diffusion.components import Component, load_component, save_component
 from stack_train.diffusion.denoiser import VideosConfig
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig
@@ -29,7 +29,7 @@ from stack_train.diffusion.pipeline import INDEX, Pipeline, open_encoders, open_
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.run.config import RunConfig
 from stack_train.variables.model_variables import values_of
-from stack_train.variables.weights import read_params
+from stack_train.variables.weights import read_model, read_params
 
 __all__ = ["component_in", "component_of", "export_images", "import_images"]
 
@@ -116,13 +116,15 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
 def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     """Converts a run's newest checkpoint to a diffusers directory, with averages if any and merged adapters.
 
-    A denoiser with text conditions is exported with the encoders of its training. An autoencoder is exported with a
-    measured scale, which normalizes the latents of the run's held-out images to unit standard deviation, or those of
-    videos channel by channel.
+    A denoiser with text conditions is exported with the encoders of its training; a run that trains a ControlNet
+    exports the ControlNet. An autoencoder is exported with a measured scale, which normalizes the latents of the run's
+    held-out images to unit standard deviation, or those of videos channel by channel.
 
     Raises:
       ConversionError: the encoders are missing or have changed, or `directory` exists.
     """
+    if "controlnet" in saved.sections:
+        return _export_controlnet(run, directory, saved)
     component = _COMPONENTS[saved.model.name]
     graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
     model, config = nnx.merge(graph, nnx.State(read_params(run, saved.model)[0])), saved.model
@@ -144,6 +146,16 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
         if component in (autoencoder_kl.COMPONENT, autoencoder_kl_wan.COMPONENT):
             config = replace(config, **measured_scale(model, saved))
         save_component(component, directory, config, model)
+    return _conversion(directory, model, config)
+
+
+def _export_controlnet(run: Path, directory: Path, saved: RunConfig) -> Conversion:
+    control = read_model(run, saved)[0].control
+    save_component(controlnet.COMPONENT, directory, control.config, control)
+    return _conversion(directory, control, control.config)
+
+
+def _conversion(directory: Path, model: Any, config: Any) -> Conversion:
     leaves = jax.tree.leaves(nnx.state(model))
     parameters = sum(leaf.size for leaf in leaves)
     return Conversion(directory, parameters, sum(leaf.nbytes for leaf in leaves), config.param_dtype, ())

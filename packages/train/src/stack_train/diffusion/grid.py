@@ -9,12 +9,13 @@ from jaxtyping import UInt8
 from stack_core.abi.errors import DataError
 from stack_core.abi.installing import install_command
 
-__all__ = ["VIDEO_SUFFIXES", "pillow", "tiled", "turn_upright", "write_png", "write_video"]
+__all__ = ["VIDEO_SUFFIXES", "pillow", "tiled", "turn_upright", "upright_size", "write_png", "write_video"]
 
 VIDEO_SUFFIXES = (".gif", ".webp", ".png")
 """Suffixes of videos that `write_video` writes."""
 
 _ORIENTATION = 274  # tag of EXIF
+_ON_THEIR_SIDE = (5, 6, 7, 8)  # orientations that swap height and width
 # Pillow's transpositions by EXIF orientation. `ImageOps.exif_transpose` also rewrites all tags, and fails if
 # they are malformed.
 _TRANSPOSITIONS = {
@@ -109,3 +110,11 @@ def turn_upright(image: Any) -> Any:
     image.load()  # which turns TIFF files and removes their orientation
     transposition = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION))
     return image if transposition is None else image.transpose(pillow().Transpose[transposition])
+
+
+def upright_size(image: Any) -> tuple[int, int]:
+    """Returns the upright height and width of an opened image of Pillow; decodes only TIFF files."""
+    # Pillow may turn the size in the head of a TIFF file, depending on its version.
+    width, height = turn_upright(image).size if image.format == "TIFF" else image.size
+    turned = image.getexif().get(_ORIENTATION) in _ON_THEIR_SIDE
+    return (width, height) if turned and image.format != "TIFF" else (height, width)

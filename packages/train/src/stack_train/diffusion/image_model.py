@@ -55,7 +55,7 @@ class DiffusionModel(ImageModel):
     for rounding.
 
     Raises:
-      GenerationError: the model makes videos, or fills the masked part of an image, which requests do not have.
+      GenerationError: the model makes videos, or reads a mask or a control image, which requests do not have.
     """
 
     def __init__(self, sampler: ImageSampler, name: str) -> None:
@@ -64,6 +64,10 @@ class DiffusionModel(ImageModel):
         if getattr(sampler.config, "extra_channels", 0):
             raise GenerationError(
                 f"{name} fills the masked part of an image, and requests have none. Use `stack sample --mask`."
+            )
+        if getattr(sampler.model, "control", None) is not None:
+            raise GenerationError(
+                f"{name} has a ControlNet, whose control image requests do not have. Use `stack sample --control`."
             )
         self.name = name
         self._sampler = sampler

@@ -440,13 +440,14 @@ class Inpainting:
 
 
 def sample(
-    denoise: Callable[[Images, Float[Array, ""]], Images],
+    denoise: Callable[..., Images],
     table: Table,
     noise: Images,
     *,
     keys: Key[Array, " images"],
     start: Images | None = None,
     inpainting: Inpainting | None = None,
+    control_scales: Float[np.ndarray, " rows"] | None = None,
 ) -> Images:
     """Runs a sampler from noise to images.
 
@@ -457,14 +458,15 @@ def sample(
         initial noise may use the same keys, because each row folds in its number.
       start: initial images, which get noise; None starts from pure noise.
       inpainting: after each row, its images replace the unmasked part, with the noise level of the row.
+      control_scales: scale of a ControlNet's residuals in each row, a third argument of `denoise`; None without.
     """
     # Known before tracing, so deterministic samplers generate no random numbers.
     adds_noise = bool(table.rows[:, FIXED_COLUMNS - 1].any())
     depth = table.rows.shape[1] - FIXED_COLUMNS
 
     def step(carry: tuple[Images, Sequence[Images]], row: tuple[Array, ...]) -> tuple[Any, None]:
-        (x, before), ((timestep, p, q, a, n, *b), alpha, sigma, number) = carry, row
-        history = [p * x + q * denoise(x, timestep), *before]
+        (x, before), ((timestep, p, q, a, n, *b), alpha, sigma, number, *scale) = carry, row
+        history = [p * x + q * denoise(x, timestep, *scale), *before]
         following = a * x + sum(weight * each for weight, each in zip(b, history, strict=True))
         if adds_noise:
             row_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
@@ -477,6 +479,8 @@ def sample(
     # float32 only here: the coefficients are differences of close numbers, so NumPy computes them in float64.
     alphas, sigmas = (jnp.asarray(each, jnp.float32) for each in (table.alphas, table.sigmas))
     rows = (jnp.asarray(table.rows, jnp.float32), alphas[1:], sigmas[1:], jnp.arange(len(table.rows)))
+    if control_scales is not None:
+        rows = (*rows, jnp.asarray(control_scales, jnp.float32))
     x = table.start * noise if start is None else alphas[0] * start + sigmas[0] * noise
     # In the first rows the coefficients of the history are 0, so its initial values do not matter.
     (images, _), _ = jax.lax.scan(step, (x, [jnp.zeros_like(noise)] * (depth - 1)), rows)
@@ -490,19 +494,23 @@ def guided(
     images: int,
     guidance: float | Float[Array, "images 1 1 1"],
     rescale: float = 0.0,
-) -> Callable[[Images, Float[Array, "*images"]], Predicted]:
+) -> Callable[..., Predicted]:
     """Returns the guided prediction for a number of images with `condition`, for `sample`; see `SamplerConfig`.
 
-    The timestep and the guidance are common to all images or given for each.
+    The timestep and the guidance are common to all images or given for each. The optional third argument of the
+    prediction is the scale of a ControlNet's residuals.
     """
 
-    def plain(x: Images, timestep: Float[Array, "*images"]) -> Predicted:
-        return denoiser(x, jnp.broadcast_to(timestep, (images,)), condition)
+    def scaled(condition: Condition, scale: Float[Array, ""] | None, rows: int) -> Condition:
+        return condition if scale is None else {**condition, "control_scale": jnp.broadcast_to(scale, (rows,))}
 
-    def strengthened(x: Images, timestep: Float[Array, "*images"]) -> Predicted:
+    def plain(x: Images, timestep: Float[Array, "*images"], scale: Float[Array, ""] | None = None) -> Predicted:
+        return denoiser(x, jnp.broadcast_to(timestep, (images,)), scaled(condition, scale, images))
+
+    def strengthened(x: Images, timestep: Float[Array, "*images"], scale: Float[Array, ""] | None = None) -> Predicted:
         # One call with twice as many rows runs both predictions.
         timesteps = jnp.tile(jnp.broadcast_to(timestep, (images,)), 2)
-        predictions = denoiser(jnp.concatenate([x, x]), timesteps, both)
+        predictions = denoiser(jnp.concatenate([x, x]), timesteps, scaled(both, scale, 2 * images))
         with_condition, without = jnp.split(predictions, 2)
         predicted = without + guidance * (with_condition - without)
         axes = tuple(range(1, x.ndim))

@@ -16,6 +16,7 @@ from stack_core.abi.errors import ConfigError, ConversionError, GenerationError
 from stack_core.abi.local_paths import hub_advice, local_path
 from stack_train.data.image_batches import ImageSettings, as_pixels
 from stack_train.data.kinds.captioned import EncoderIdentity, drops_to_empty_prompt
+from stack_train.diffusion.controlnet import Control, load_controlnet
 from stack_train.diffusion.denoiser import (
     Condition,
     Denoiser,
@@ -167,6 +168,7 @@ class ImageSampler:
         seed: int = 0,
         embedded_guidance: float | None = None,
         start: "Start | None" = None,
+        control: Control | None = None,
     ) -> UInt8[np.ndarray, "images *frames height width channels"]:
         """Samples one image or video per prompt. Prompts that are too long are truncated with a warning.
 
@@ -175,10 +177,11 @@ class ImageSampler:
           seed: see `images`.
           start: initial image; `sampler.strength` is the fraction of the steps that change this image.
           embedded_guidance: guidance scale, an input of guidance-distilled models; None uses the config's.
+          control: control image of a model with a ControlNet.
 
         Raises:
-          GenerationError: the model does not support prompts or embedded guidance, or `negative` is set without
-            guidance.
+          GenerationError: the model does not support prompts, control images or embedded guidance, or `negative` is
+            set without guidance.
         """
         masked = start is not None and start.mask is not None
         if getattr(self.config, "extra_channels", 0) and not masked:
@@ -199,10 +202,42 @@ class ImageSampler:
                 parameter="prompt",
             )
         condition = self.condition(prompts, sampler, negative=negative, embedded_guidance=embedded_guidance)
+        condition |= self._control_condition(control, len(prompts))
         begun = None if start is None else self._begun(start, len(prompts))
-        latents = self._sampled(condition, len(prompts), sampler, seed, begun=begun)
+        latents = self._sampled(condition, len(prompts), sampler, seed, begun=begun, control=control)
         graph, state = nnx.split(self.encoders.autoencoder)
         return as_pixels(jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))(state, latents))
+
+    def _control_condition(self, control: Control | None, count: int) -> dict[str, jax.Array]:
+        """Returns the control image for each image.
+
+        Raises:
+          GenerationError: a model with a ControlNet lacks a control image, or vice versa, or the sizes differ.
+        """
+        if (control is None) != (getattr(self.model, "control", None) is None):
+            problem = (
+                "The model has a ControlNet. Give a control image."
+                if control is None
+                else "The model reads no control image. Give a ControlNet, too."
+            )
+            raise GenerationError(problem, parameter="control")
+        if control is None:
+            return {}
+        self._check_pixels({"control": control.image})
+        return {"control": jnp.broadcast_to(control.image, (count, *control.image.shape))}
+
+    def _check_pixels(self, arrays: Mapping[str, np.ndarray | None]) -> None:
+        """Raises a GenerationError if an image by name differs in size from the output."""
+        encoders: Any = self.encoders
+        factor = encoders.autoencoder.config.downsampling
+        expected = tuple(side * factor for side in self.sides)
+        for name, array in arrays.items():
+            if array is not None and array.shape[:2] != expected:
+                raise GenerationError(
+                    f"The {name} is {array.shape[1]}x{array.shape[0]} pixels; images of {expected[1]}x{expected[0]} "
+                    "are made. Resize it, or give another size.",
+                    parameter=name,
+                )
 
     def _begun(self, start: "Start", count: int) -> "_Begun":
         """Encodes an initial image and its mask.
@@ -212,14 +247,7 @@ class ImageSampler:
         """
         encoders: Any = self.encoders
         factor = encoders.autoencoder.config.downsampling
-        expected = tuple(side * factor for side in self.sides)
-        for name, array in (("image", start.image), ("mask", start.mask)):
-            if array is not None and array.shape[:2] != expected:
-                raise GenerationError(
-                    f"The {name} is {array.shape[1]}x{array.shape[0]} pixels; images of {expected[1]}x{expected[0]} "
-                    "are made. Resize it, or give another size.",
-                    parameter=name,
-                )
+        self._check_pixels({"image": start.image, "mask": start.mask})
         graph, state = nnx.split(encoders.autoencoder)
         encode = jax.jit(lambda state, images: nnx.merge(graph, state).scaled_latents(images))
         pixels = jnp.asarray(start.image, jnp.float32)[None] / 127.5 - 1.0
@@ -278,9 +306,11 @@ class ImageSampler:
         *,
         noise: jax.Array | None = None,
         begun: "_Begun | None" = None,
+        control: Control | None = None,
     ) -> jax.Array:
         """Samples images or latents with the denoiser, starting from `noise`, by default from random noise."""
         table = self.table(sampler)
+        scales = None if control is None else control.scales(len(table.rows))
         # The parameters are an argument of the program instead of constants.
         graph, state = nnx.split(self.model)
 
@@ -307,15 +337,16 @@ class ImageSampler:
             latents, mask, extra = (None, None, None) if begun is None else (begun.latents, begun.mask, begun.extra)
             inpainting = None if latents is None or mask is None else Inpainting(latents, mask)
 
-            def predicted(x: jax.Array, timestep: jax.Array) -> jax.Array:
+            def predicted(x: jax.Array, timestep: jax.Array, *scale: jax.Array) -> jax.Array:
                 x = x if extra is None else jnp.concatenate([x, extra], axis=-1)
                 # Channels that predict variances are not sampled.
-                return denoise(x, timestep)[..., : config.channels]
+                return denoise(x, timestep, *scale)[..., : config.channels]
 
             # As in diffusers, inpainting with full strength starts from pure noise.
             pure_noise = sampler.strength == 1.0 and (mask is not None or extra is not None)
             initial = None if pure_noise else latents
-            return sample(predicted, table, noise, keys=keys, start=initial, inpainting=inpainting)
+            options: Any = {"start": initial, "inpainting": inpainting, "control_scales": scales}
+            return sample(predicted, table, noise, keys=keys, **options)
 
         return run(state, condition, jax.random.key(seed), noise, begun)
 
@@ -337,6 +368,7 @@ def open_images(
     size: tuple[int, int] | None = None,
     frames: int | None = None,
     loras: Mapping[Path, float] | None = None,
+    controlnet: Path | None = None,
 ) -> ImageSampler:
     """Opens a run, or `hf:DIR`, a diffusers directory.
 
@@ -345,6 +377,7 @@ def open_images(
         images.
       frames: number of frames of the videos; None uses the run's, or for directories 81.
       loras: LoRA files to merge into a diffusers directory, and their scales.
+      controlnet: directory of a ControlNet of a diffusers directory's UNet.
 
     Raises:
       RunDirectoryError, GenerationError, CheckpointError: see `open_run`.
@@ -358,14 +391,16 @@ def open_images(
         pipeline = open_pipeline(path)
         for file, scale in (loras or {}).items():
             pipeline = merge_lora(pipeline, file, scale)
+        if controlnet is not None:
+            downsampling = pipeline.encoders.autoencoder.config.downsampling
+            pipeline.model.control = load_controlnet(controlnet, pipeline.config, downsampling)
         parts = pipeline.model, pipeline.config, pipeline.objective
         opened = ImageSampler(*parts, None, pipeline.encoders, pipeline.sampler)
         if (default := pipeline.encoders.pipeline.video_size) is not None:
             size, frames = size or default[:2], default[2] if frames is None else frames
-    elif loras:
-        raise ConfigError(
-            "LoRA files are merged into diffusers directories. Convert the run: stack convert RUN hf:DIR."
-        )
+    elif loras or controlnet is not None:
+        what = "LoRA files are merged into" if loras else "ControlNets are added to"
+        raise ConfigError(f"{what} diffusers directories. Convert the run: stack convert RUN hf:DIR.")
     else:
         opened = open_run(path)
     opened = opened if frames is None else opened.with_frames(frames)

@@ -58,6 +58,11 @@ def check_sections(config: RunConfig) -> None:
             f"model.name={config.model.name!r} generates targets from sources, and data.name={config.data.name!r} has "
             "no sources. Set data.name to pairs or spans, or choose another model."
         )
+    if "controlnet" in config.sections and config.run.init_from is None:
+        raise ConfigError(
+            "Section controlnet trains on a frozen UNet, whose weights come from run.init_from. Set it to a run, such "
+            "as the result of stack convert."
+        )
     if config.run.minutes is not None and config.cluster.hosts is not None:
         raise ConfigError(
             "run.minutes limits one session, and cluster.hosts may start several. Leave run.minutes out, and stop the "

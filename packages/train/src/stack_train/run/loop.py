@@ -116,7 +116,7 @@ class TrainingLoop:
     _stop: StopRequest = field(default_factory=StopRequest)
     _clock_s: float = 0.0
     _saved_step: int = -1
-    _evaluate: Callable[..., Metrics] | None = None
+    _evaluate: dict[Any, Callable[..., Metrics]] = field(default_factory=dict)  # by the shapes of a batch
     _scorer: Callable[..., Mapping[str, jax.Array]] | None = None
     _last: Mapping[str, float] = field(default_factory=dict)
     _last_evaluation: Mapping[str, float] = field(default_factory=dict)
@@ -177,9 +177,10 @@ class TrainingLoop:
                 self._is_evaluation_cut = True
                 return None
             arrays, _ = self._to_device(batch)
-            if self._evaluate is None:
-                self._evaluate = program.compile_evaluation(arrays)
-            found.append(jax.device_get(self._evaluate(variables, arrays, auxiliary)))
+            shapes = tuple((name, array.shape) for name, array in sorted(arrays.items()))
+            if shapes not in self._evaluate:
+                self._evaluate[shapes] = program.compile_evaluation(arrays)
+            found.append(jax.device_get(self._evaluate[shapes](variables, arrays, auxiliary)))
         metrics = combine_all(found)
         weighed = "loss" in metrics and metrics["loss"].weight
         return {name: float(metric) for name, metric in metrics.items()} if weighed else None

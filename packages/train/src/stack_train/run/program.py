@@ -59,6 +59,9 @@ def build_program(
             f"The recipe in section {names[0]} turns parameters into codes, which no optimizer can update. Train by a "
             "method that keeps them in float, as method: qat of stack-quant does, and quantize what comes out of it."
         )
+    if "controlnet" in names and len(names) > 1:
+        others = ", ".join(name for name in names if name != "controlnet")
+        raise ConfigError(f"Section controlnet trains no other part of the model; leave the sections {others} out.")
     mesh = make_mesh(config.mesh, devices)
     objective = as_objective(config.objective.build())
     _check_busy(config, mesh, objective)

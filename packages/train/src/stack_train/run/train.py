@@ -21,6 +21,7 @@ from stack_core.chips import count_units, current_chip
 from stack_core.runtime.signals import StopRequest, stop_requests
 from stack_core.runtime.worker import current_worker
 from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord
+from stack_train.data.abilities import VariesShapes
 from stack_train.observers.goodput import GoodputObserver
 from stack_train.observers.terminal import TerminalObserver
 from stack_train.run.checks import fixed_differences
@@ -146,7 +147,8 @@ def _train(
         open_policy: Any = partial(policy_of, run, run.program.step.variables(state))
         run.data.take_policy(open_policy)
     flops, ideal_step_s = _cost(run)
-    step = run.program.runnable(compiled, run.config.batches.spec(run.config.model), row_counts)
+    variants = run.data.batch_shapes if isinstance(run.data, VariesShapes) else ()
+    step = run.program.runnable(compiled, run.config.batches.spec(run.config.model), row_counts, variants)
     loop = TrainingLoop(run, step, store, bus, ideal_step_s, records)
     bus.emit(
         RunStarted(

@@ -1,7 +1,7 @@
 """The program of a step: places its arrays on a mesh and compiles the step."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, update_wrapper
 from typing import Any
@@ -90,26 +90,31 @@ class Program:
         return self.runnable(self.trace(batch).lower().compile(), batch)
 
     def runnable(
-        self, compiled: jax.stages.Compiled, batch: Mapping[str, Any], row_counts: Sequence[int] = ()
+        self,
+        compiled: jax.stages.Compiled,
+        batch: Mapping[str, Any],
+        row_counts: Sequence[int] = (),
+        variants: Sequence[Mapping[str, Any]] = (),
     ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """Wraps the compiled step with a check that names the arrays of a batch with other shapes or dtypes.
 
-        Each number of rows in `row_counts` compiles another program when it first occurs.
+        Each number of rows in `row_counts`, and each batch of `variants`, whose shapes differ from those of `batch`,
+        compiles another program when it first occurs.
 
         On CPUs, compiled programs reject committed 4-bit arrays, because JAX reports their layouts in two ways (jax
         0.10.2). A state with such arrays goes through `jax.jit`, which compiles again or hits the compilation cache.
         """
-        first: Any = self._jitted(batch) if self._has_subbyte_codes else compiled
         whole = batch_shapes(batch)
-        programs = {_rows(whole): (first, whole)}
+        first: Any = self._jitted(batch) if self._has_subbyte_codes else compiled
+        programs = {_sizes(whole): (first, whole)}
+        known = {_sizes(each): each for each in _shapes_of_run([whole, *map(batch_shapes, variants)], row_counts)}
 
         def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-            rows = _rows(batch)
-            if rows not in programs and rows in row_counts:
-                shapes = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in whole.items()}
-                program = first if self._has_subbyte_codes else self.trace(shapes).lower().compile()
-                programs[rows] = program, shapes
-            program, expected = programs.get(rows, (first, whole))
+            sizes = _sizes(batch)
+            if sizes not in programs and (shapes := known.get(sizes)) is not None:
+                program = self._jitted(shapes) if self._has_subbyte_codes else self.trace(shapes).lower().compile()
+                programs[sizes] = program, shapes
+            program, expected = programs.get(sizes, (first, whole))
             check_batch(batch, expected, "compile")
             stepped: tuple[TrainState, Metrics] = program(state, batch)
             return stepped
@@ -255,8 +260,18 @@ class Program:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def _rows(batch: Mapping[str, Any]) -> int:
-    return next((array.shape[0] for array in batch.values() if array.shape), 0)
+def _sizes(batch: Mapping[str, Any]) -> frozenset[tuple[str, tuple[int, ...]]]:
+    return frozenset((name, tuple(array.shape)) for name, array in batch.items())
+
+
+def _shapes_of_run(
+    batches: Sequence[Mapping[str, jax.ShapeDtypeStruct]], row_counts: Sequence[int]
+) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """Yields the shapes of batches, and of their parts with other numbers of rows."""
+    for batch in batches:
+        yield dict(batch)
+        for rows in row_counts:
+            yield {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
 
 
 def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

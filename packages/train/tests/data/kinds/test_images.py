@@ -91,6 +91,7 @@ def test_files_are_turned_upright(orientation, tmp_path, monkeypatch):
     pixels, exif = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8), Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
-    found = read_images([tmp_path / "photo.png"], size=6, channels=3, unreadable="error", source="photos").pixels[0]
+    options = {"channels": 3, "unreadable": "error", "source": "photos"}
+    found = read_images([tmp_path / "photo.png"], size=(6, 6), **options).pixels[0]
     upright = {1: pixels, 5: pixels.transpose(1, 0, 2), 6: np.rot90(pixels, -1)}
     np.testing.assert_array_equal(found, upright[orientation])

@@ -2,27 +2,34 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Float, Int64, UInt64
+from jaxtyping import Float, Int64
 from pydantic import PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError
-from stack_core.abi.user_cache import user_cache_dir
-from stack_train.data.cache import cached, digest_of
+from stack_train.data.buckets import BucketsConfig, bucket_sizes, check_buckets
 from stack_train.data.captions import captions_of
+from stack_train.data.control_images import ControlsConfig, read_controls
+from stack_train.data.encoded_images import EncodedImages, Latents, encode_images, encode_texts
 from stack_train.data.files import expand_glob, stat_digest
 from stack_train.data.image_batches import ImageBatches, ImageSettings
-from stack_train.data.image_files import FileImages, OnUnreadable, read_images
-from stack_train.diffusion.denoiser import VideosConfig
+from stack_train.data.image_files import (
+    FileImages,
+    ImageSize,
+    OnUnreadable,
+    crop_offset,
+    read_bucketed_images,
+    read_images,
+)
+from stack_train.diffusion.denoiser import LimitsSize, VideosConfig
 from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoders
 
 __all__ = [
@@ -39,15 +46,13 @@ ENCODERS = "encoders.json"
 """Name of the file in a run's directory that identifies the encoders used in training."""
 
 _FORMAT = 1
-_LATENTS, _TEXT, _POOLED, _FACTS = "latents.npy", "text.npy", "pooled.npy", "facts.json"
-# The standard deviation of latents should be 1. Values outside of this range indicate a wrong scaling_factor.
-_LEAST_STD, _MOST_STD = 0.2, 5.0
 
 
 @runtime_checkable
 class TextConditioned(Protocol):
     """The config of a denoiser of latents with text conditions."""
 
+    name: str
     image_size: int
     channels: int
     text_dim: int
@@ -67,11 +72,15 @@ class CaptionedData(ImageSettings):
 
     The caption of `cat.png` is in the text file `cat.txt`, or in the folder's `metadata.jsonl`. Images are encoded by
     the autoencoder of a diffusers directory, and captions by its text encoders. Both are encoded once and then
-    memory-mapped from the user's cache.
+    memory-mapped from the user's cache, so steps do not run the encoders.
 
-    A batch contains "images", the scaled means of the latents; "text", the text condition; "weights"; and, depending on
-    the denoiser, "pooled"; "sizes", the original size, crop and target size of uncropped images; and "negative_text"
-    and "negative_pooled", the empty caption, which replaces captions that the objective drops.
+    A batch contains "images", the scaled latents; "text", the text condition; "weights"; and, depending on the
+    denoiser, "pooled"; "sizes", the original size, crop and target size; and "negative_text" and "negative_pooled", the
+    empty caption, which replaces captions that the objective drops.
+
+    Without `buckets`, images are cropped to their centre square, and "sizes" are those of uncropped images. With
+    `buckets`, each batch has images of one size, and the first batch of each size compiles another program. In each
+    epoch, the fewer than `batch_size` images of each bucket that do not fill a batch are omitted.
 
     Attributes:
       source: glob of image files; `**` matches any number of folders.
@@ -79,6 +88,10 @@ class CaptionedData(ImageSettings):
       name: selects this kind of data.
       unreadable: policy for files that are not readable images: "error", or "skip", which lists the files in a warning.
       encoded_at_once: batch size of the encoders, in images or captions.
+      buckets: sizes of images of several ratios; None for squares.
+      latents: "mean" trains on the means of the latents, "sample" on a new sample of their distribution in each epoch,
+        as in diffusers. The cache holds means, and for samples also standard deviations.
+      controls: control images for training a ControlNet (section `controlnet`); batches then contain "control".
     """
 
     source: str
@@ -86,13 +99,20 @@ class CaptionedData(ImageSettings):
     name: Literal["captioned"] = "captioned"
     unreadable: OnUnreadable = "error"
     encoded_at_once: PositiveInt = 16
+    buckets: BucketsConfig | None = None
+    latents: Latents = "mean"
+    controls: ControlsConfig | None = None
 
     @property
     def encoders(self) -> str:
         return self.pipeline
 
     def spec(self, model: Any) -> Shapes:
-        return encoded_spec(self, model)
+        shapes = encoded_spec(self, model)
+        if self.controls is None:
+            return shapes
+        pixels = model.image_size * self.controls.pixels_per_latent
+        return {**shapes, "control": jax.ShapeDtypeStruct((self.batch_size, pixels, pixels, 3), np.uint8)}
 
     def check(self, model: Any) -> None:
         if isinstance(model, VideosConfig):
@@ -102,26 +122,33 @@ class CaptionedData(ImageSettings):
                 f"Data of kind captioned is for denoisers with text conditions, not for family {model.name!r}; use "
                 "flux, sd3 or unet. An autoencoder trains on kind images."
             )
+        if self.controls is not None and model.name != "unet":
+            raise ConfigError(f"data.controls are for ControlNets of family unet, not {model.name!r}. Leave them out.")
 
     def build(self, *, seed: int, model: Any) -> "CaptionedBatches":
         """Reads and encodes the images and captions that are not in the cache.
 
         Raises:
-          DataError: Pillow is not installed, a file cannot be read, a caption is missing, or the latents do not
-            have about unit variance.
+          DataError: Pillow is not installed, a file cannot be read, a caption is missing, the latents do not have
+            about unit variance, or a bucket has fewer images than a batch.
           ConversionError: `pipeline` lacks an encoder, or an encoder does not fit the model.
+          ConfigError: the sizes of `buckets` do not fit the autoencoder or the model.
         """
+        return encoded_batches(self, self._read_files, seed=seed, model=model, controls=self.controls)
 
-        def read(encoders: Encoders) -> FileImages:
-            return read_images(
-                expand_glob(self.source, self.name),
-                size=model.image_size * encoders.autoencoder.config.downsampling,
-                channels=encoders.autoencoder.config.channels,
-                unreadable=self.unreadable,
-                source=self.source,
-            )
-
-        return encoded_batches(self, read, self.encoded_at_once, seed=seed, model=model)
+    def _read_files(self, encoders: Encoders, model: Any) -> dict[ImageSize, FileImages]:
+        """Reads the images of each bucket, or squares without buckets."""
+        config = encoders.autoencoder.config
+        side = model.image_size * config.downsampling
+        options: Any = {"channels": config.channels, "unreadable": self.unreadable, "source": self.source}
+        files = expand_glob(self.source, self.name)
+        if self.buckets is None:
+            return {(side, side): read_images(files, size=(side, side), **options)}
+        sizes = bucket_sizes(self.buckets, side=side, factor=config.downsampling * getattr(model, "patch", 1))
+        if isinstance(model, LimitsSize):
+            for height, width in sizes:
+                model.check_size(height // config.downsampling, width // config.downsampling)
+        return read_bucketed_images(files, sizes=sizes, **options)
 
 
 def encoded_spec(settings: ImageSettings, model: Any) -> Shapes:
@@ -143,31 +170,90 @@ def encoded_spec(settings: ImageSettings, model: Any) -> Shapes:
 
 
 def encoded_batches(
-    settings: ImageSettings, read: Callable[[Encoders], FileImages], at_once: int, *, seed: int, model: Any
+    settings: Any,
+    read_files: Callable[[Encoders, Any], Mapping[ImageSize, FileImages]],
+    *,
+    seed: int,
+    model: Any,
+    controls: ControlsConfig | None = None,
 ) -> "CaptionedBatches":
     """Encodes images or videos and their captions with `settings.encoders`; see `CaptionedData.build`.
 
     Args:
-      read: reads the pixels in the size of the encoders.
-      at_once: batch size of the encoders, in images or captions.
+      settings: section `data`, with `encoders`, `encoded_at_once` and perhaps `latents` and `buckets`.
+      read_files: reads the pixels of each size, given the encoders and the model.
+      controls: control images of a ControlNet, if any.
     """
-    directory = Path((settings.encoders or "").removeprefix("hf:")).expanduser()
+    directory, at_once = Path((settings.encoders or "").removeprefix("hf:")).expanduser(), settings.encoded_at_once
     encoders = open_encoders(directory, text_tokens=model.text_tokens, text_dim=model.text_dim)
     encoders.check(model)
-    images = read(encoders)
-    captions = captions_of(images.names)
+    _check_controls(controls, encoders)
+    read = read_files(encoders, model)
+    sizes, images = list(read), list(read.values())
+    names = [name for each in images for name in each.names]
+    captions = captions_of(names)
     identity = EncoderIdentity.of(encoders, model.text_tokens)
-    encoded = _encoded(encoders, identity, images.pixels, captions, at_once)
-    if drops_to_empty_prompt(model):
-        empty = _encoded_texts(encoders, identity, [""], at_once)
-        pooled = None if empty.pooled is None else empty.pooled[0]
-        encoded = replace(encoded, empty_text=empty.text[0], empty_pooled=pooled)
-    if getattr(model, "size_features", 0):
-        side = float(images.pixels.shape[1])
-        encoded = replace(encoded, sizes=np.array([side, side, 0.0, 0.0, side, side], np.float32))
-    names = [f"{name}: {caption!r}" for name, caption in zip(images.names, captions, strict=True)]
-    rows = _Rows(encoded, names, jnp.dtype(model.dtype), identity)
-    return CaptionedBatches(settings, rows, seed=seed, identity=identity)
+    # First the latents, whose scale is checked: encoding the captions can take much longer.
+    latents, keys = encode_images(encoders, [each.pixels for each in images], _latents_of(settings), at_once)
+    distinct = sorted(set(captions))
+    rows = {caption: row for row, caption in enumerate(distinct)}
+    text_sizes = _text_sizes(encoders, model.text_tokens)
+    counts = [len(each.names) for each in images]
+    encoded = EncodedImages(
+        latents=latents,
+        bucket_of=np.repeat(np.arange(len(counts)), counts).astype(np.int64),
+        row_of=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
+        texts=encode_texts(encoders, distinct, text_sizes, at_once),
+        caption_of=np.array([rows[caption] for caption in captions], np.int64),
+        empty=encode_texts(encoders, [""], text_sizes, at_once) if drops_to_empty_prompt(model) else None,
+        sizes=_size_conditions(read) if getattr(model, "size_features", 0) else None,
+        keys=keys,
+        names=[f"{name}: {caption!r}" for name, caption in zip(names, captions, strict=True)],
+        encoders=vars(identity),
+        dtype=jnp.dtype(model.dtype),
+        controls=None if controls is None else read_controls(read, source=settings.source, folder=controls.folder),
+    )
+    factor, spec = encoders.autoencoder.config.downsampling, settings.spec(model)
+    factors = {"images": factor} if controls is None else {"images": factor, "control": 1}
+    shapes = [
+        {**spec, **{name: _resized(spec[name], size, factor) for name, factor in factors.items()}} for size in sizes
+    ]
+    return CaptionedBatches(settings, encoded, seed=seed, identity=identity, sizes=sizes, batch_shapes=shapes)
+
+
+def _latents_of(settings: Any) -> Latents:
+    """Returns the setting `latents`, or means for data without it."""
+    return getattr(settings, "latents", "mean")
+
+
+def _check_controls(controls: ControlsConfig | None, encoders: Encoders) -> None:
+    factor = encoders.autoencoder.config.downsampling
+    if controls is not None and controls.pixels_per_latent != factor:
+        raise ConfigError(
+            f"data.controls.pixels_per_latent is {controls.pixels_per_latent}, and the autoencoder in "
+            f"{encoders.directory} divides sides by {factor}. Set it to {factor}."
+        )
+
+
+def _text_sizes(encoders: Encoders, text_tokens: int) -> list[int]:
+    """Returns the numbers on which text conditions depend besides the encoders' files."""
+    # Encoders without T5 fill its place by zeros of the denoiser's width.
+    return [text_tokens, *([encoders.text.sizes()["text_dim"]] if encoders.pipeline.lacks_encoder else [])]
+
+
+def _size_conditions(read: Mapping[ImageSize, FileImages]) -> Float[np.ndarray, "images 6"]:
+    """Returns the original size, the crop and the target size of each image; squares count as uncropped."""
+    rows = [
+        (*original, *crop_offset(original, size), *size)
+        for size, images in read.items()
+        for original in images.originals or [size] * len(images.names)
+    ]
+    return np.array(rows, np.float32)
+
+
+def _resized(images: jax.ShapeDtypeStruct, size: ImageSize, factor: int) -> jax.ShapeDtypeStruct:
+    shape = (*images.shape[:-3], size[0] // factor, size[1] // factor, images.shape[-1])
+    return jax.ShapeDtypeStruct(shape, images.dtype)
 
 
 @dataclass(frozen=True)
@@ -192,11 +278,8 @@ class EncoderIdentity:
     @classmethod
     def of(cls, encoders: Encoders, text_tokens: int) -> "EncoderIdentity":
         config, directory = encoders.autoencoder.config, encoders.directory.absolute()
-        # Encoders without T5 fill its place by zeros of the denoiser's width.
-        sizes = [text_tokens]
-        if encoders.pipeline.lacks_encoder:
-            sizes.append(encoders.text.sizes()["text_dim"])
-        digest = stat_digest(encoder_files(directory), [str(_FORMAT), *map(str, sizes)])
+        sizes = map(str, _text_sizes(encoders, text_tokens))
+        digest = stat_digest(encoder_files(directory), [str(_FORMAT), *sizes])
         scaling = config.scaling_factor, config.shift_factor
         return cls(str(directory), text_tokens, config.latent_channels, *scaling, digest)
 
@@ -236,172 +319,39 @@ class EncoderIdentity:
             raise DataError(f"{run / ENCODERS} cannot be read: {error}. A run on captioned images has one.") from error
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """Encoded images and captions.
+class CaptionedBatches(ImageBatches):
+    """Batches of latents and conditions; `write` stores the identity of their encoders.
 
     Attributes:
-      latents: scaled means of the latents of images or videos.
-      text: embeddings of the distinct captions' tokens.
-      pooled: pooled embeddings of the distinct captions.
-      caption_of: row of `text` and `pooled` for each image; images with equal captions share a row.
-      empty_text: embeddings of the empty caption's tokens.
-      empty_pooled: pooled embedding of the empty caption.
-      sizes: original size, crop and target size of all images.
+      batch_shapes: see `VariesShapes`.
     """
 
-    latents: Float[np.ndarray, "images *frames height width channels"]
-    text: Float[np.ndarray, "captions tokens text_dim"]
-    pooled: Float[np.ndarray, "captions pooled_dim"] | None
-    caption_of: Int64[np.ndarray, " images"]
-    empty_text: Float[np.ndarray, "tokens text_dim"] | None = None
-    empty_pooled: Float[np.ndarray, " pooled_dim"] | None = None
-    sizes: Float[np.ndarray, " 6"] | None = None
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Encoded images as `ImageRows`."""
-
-    encoded: _Encoded
-    names: Sequence[str]
-    dtype: Any
-    encoders: EncoderIdentity
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        return {"the images and captions (digest)": digest_of(self.digests().tolist(), list(self.names))} | {
-            # The directory may move; `digest` identifies its files.
-            f"the encoders' {name}": value
-            for name, value in vars(self.encoders).items()
-            if name != "directory"
-        }
-
-    def digests(self) -> UInt64[np.ndarray, " images"]:
-        return np.array([int(digest_of(each.tobytes().hex())[:16], 16) for each in self.encoded.latents], np.uint64)
-
-    def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
-        encoded, rows = self.encoded, len(places)
-        captions = encoded.caption_of[places]
-        found = {
-            "images": np.asarray(encoded.latents[places]),
-            "text": encoded.text[captions].astype(self.dtype),
-        }
-        if encoded.pooled is not None:
-            found["pooled"] = encoded.pooled[captions].astype(self.dtype)
-        if encoded.sizes is not None:
-            found["sizes"] = np.broadcast_to(encoded.sizes, (rows, 6))
-        for name, empty in (("text", encoded.empty_text), ("pooled", encoded.empty_pooled)):
-            if empty is not None:
-                found[f"negative_{name}"] = np.broadcast_to(empty, found[name].shape).astype(self.dtype)
-        return found
-
-
-class CaptionedBatches(ImageBatches):
-    """Batches of latents and conditions; `write` stores the identity of their encoders."""
-
-    def __init__(self, settings: ImageSettings, images: _Rows, *, seed: int, identity: EncoderIdentity) -> None:
-        super().__init__(settings, images, seed=seed)
-        self._identity = identity
+    def __init__(
+        self,
+        settings: Any,
+        images: EncodedImages,
+        *,
+        seed: int,
+        identity: EncoderIdentity,
+        sizes: Sequence[ImageSize] = (),
+        batch_shapes: Sequence[Shapes] = (),
+    ) -> None:
+        buckets: BucketsConfig | None = getattr(settings, "buckets", None)
+        super().__init__(settings, images, seed=seed, bucket_of=None if buckets is None else images.bucket_of)
+        self._identity, self.batch_shapes = identity, batch_shapes
+        self._fingerprint |= {"data.latents": _latents_of(settings)}
+        if buckets is not None:
+            check_buckets(sizes, images.bucket_of[self.training], settings.batch_size, buckets)
+            self._fingerprint |= {"data.buckets": [list(size) for size in sizes]}
 
     def write(self, directory: Path) -> None:
         self._identity.write(directory)
 
-
-def _encoded(
-    encoders: Encoders, identity: EncoderIdentity, pixels: np.ndarray, captions: Sequence[str], at_once: int
-) -> _Encoded:
-    """Encodes images and captions, or maps earlier results from the cache.
-
-    The scale of the latents is checked before the captions are encoded, which can take much longer.
-    """
-    # Sorted, because the key of the cache must not depend on the order of the images.
-    different = sorted(set(captions))
-    folder = user_cache_dir() / "encoded"
-    images = cached(
-        folder / digest_of(identity.digest, [digest_of(image.tobytes().hex()) for image in pixels]),
-        lambda entry: _write_latents(entry, encoders, pixels, at_once),
-    )
-    latents = np.load(images / _LATENTS, mmap_mode="r")
-    _check_scale(latents, identity)
-    texts = _encoded_texts(encoders, identity, different, at_once)
-    places = {caption: place for place, caption in enumerate(different)}
-    return _Encoded(latents, texts.text, texts.pooled, np.array([places[caption] for caption in captions], np.int64))
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """Encoded captions; see `_Encoded`."""
-
-    text: Float[np.ndarray, "captions tokens text_dim"]
-    pooled: Float[np.ndarray, "captions pooled_dim"] | None
-
-
-def _encoded_texts(encoders: Encoders, identity: EncoderIdentity, captions: Sequence[str], at_once: int) -> _Texts:
-    """Encodes captions, or maps earlier results from the cache."""
-    folder = cached(
-        user_cache_dir() / "encoded" / digest_of(identity.digest, list(captions)),
-        lambda entry: _write_texts(entry, encoders, captions, at_once),
-    )
-    pooled = folder / _POOLED
-    return _Texts(np.load(folder / _TEXT, mmap_mode="r"), np.load(pooled, mmap_mode="r") if pooled.exists() else None)
-
-
-def _write_latents(folder: Path, encoders: Encoders, pixels: np.ndarray, at_once: int) -> None:
-    graph, state = nnx.split(encoders.autoencoder)
-    # The parameters are an argument, since XLA would otherwise compile them into the program as constants.
-    encode = jax.jit(lambda state, images: nnx.merge(graph, state).scaled_latents(images))
-
-    def latents(rows: np.ndarray) -> Mapping[str, np.ndarray]:
-        return {_LATENTS: np.asarray(encode(state, jnp.asarray(rows, jnp.float32) / 127.5 - 1.0))}
-
-    _write_parts(folder, pixels, latents, at_once)
-
-
-def _write_texts(folder: Path, encoders: Encoders, captions: Sequence[str], at_once: int) -> None:
-    def conditions(rows: Sequence[str]) -> Mapping[str, np.ndarray]:
-        made = encoders.text(list(rows))
-        return {file: np.asarray(made[name]) for name, file in (("text", _TEXT), ("pooled", _POOLED)) if name in made}
-
-    _write_parts(folder, captions, conditions, at_once)
-
-
-def _write_parts(
-    folder: Path, inputs: Sequence[Any] | np.ndarray, make: Callable[[Any], Mapping[str, np.ndarray]], at_once: int
-) -> None:
-    """Writes the results for all inputs to one memory-mapped array per file, `at_once` rows at a time.
-
-    The last batch is padded to `at_once` rows: the encoders are compiled for a single shape.
-    """
-    files: dict[str, Any] = {}
-    for first in range(0, len(inputs), at_once):
-        rows = list(inputs[first : first + at_once])
-        made = make(_stacked([*rows, *[rows[-1]] * (at_once - len(rows))]))
-        for name, values in made.items():
-            if name not in files:
-                shape = (len(inputs), *values.shape[1:])
-                # `.npy` files cannot hold bfloat16.
-                files[name] = np.lib.format.open_memmap(folder / name, mode="w+", dtype=np.float32, shape=shape)
-            files[name][first : first + len(rows)] = values[: len(rows)]
-    for array in files.values():
-        array.flush()
-
-
-def _stacked(rows: list[Any]) -> Any:
-    return rows if isinstance(rows[0], str) else np.stack(rows)
-
-
-def _check_scale(latents: np.ndarray, identity: EncoderIdentity) -> None:
-    # A sample, because the memory-mapped latents may not fit into memory.
-    std = float(np.std(latents[:256]))
-    if _LEAST_STD <= std <= _MOST_STD:
-        return
-    if isinstance(scaling := identity.scaling_factor, list):
-        remedy = "Set latents_mean and latents_std in vae/config.json to those of the channels of such latents"
-    else:
-        remedy = f"Set scaling_factor in vae/config.json to {scaling / max(std, 1e-9):.4g}"
-    name = "latents_std" if isinstance(scaling, list) else f"scaling_factor {scaling:g}"
-    raise DataError(
-        f"The autoencoder in {identity.directory} gives these images latents with a standard deviation of {std:.3g} "
-        f"after its {name}; denoisers are trained on values near 1. {remedy}."
-    )
+    def _batch(self, places: Int64[np.ndarray, " rows"], row_ids: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+        batch = super()._batch(places, row_ids)
+        if (std := batch.pop("std", None)) is not None:
+            # Each epoch has other row ids, and therefore other samples. Row ids of held-out images are negative.
+            streams = ([self._seed, int(each < 0), abs(each)] for each in row_ids.tolist())
+            noise = [np.random.default_rng(stream).standard_normal(std.shape[1:], np.float32) for stream in streams]
+            batch["images"] = batch["images"] + std * np.stack(noise)
+        return batch

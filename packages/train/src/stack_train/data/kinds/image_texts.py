@@ -93,7 +93,7 @@ class ImageTextsData(ImageSettings):
         files = expand_glob(self.source, self.name)
         images = read_images(
             files,
-            size=model.vision.image_size,
+            size=(model.vision.image_size, model.vision.image_size),
             channels=model.vision.channels,
             unreadable=self.unreadable,
             source=self.source,

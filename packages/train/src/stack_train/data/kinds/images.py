@@ -50,7 +50,7 @@ class ImagesData(ImageSettings):
         """
         images = read_images(
             expand_glob(self.source, self.name),
-            size=model.image_size,
+            size=(model.image_size, model.image_size),
             channels=model.channels,
             unreadable=self.unreadable,
             source=self.source,

@@ -10,7 +10,7 @@ from stack_core.abi.config import config
 from stack_core.abi.data import Batches, Shapes
 from stack_core.abi.errors import ConfigError
 from stack_train.data.image_batches import ImageBatches, ImageSettings, LabelledImages
-from stack_train.data.image_files import IMAGE_CHANNELS, FileImages, OnUnreadable
+from stack_train.data.image_files import IMAGE_CHANNELS, FileImages, ImageSize, OnUnreadable
 from stack_train.data.kinds.captioned import TextConditioned, encoded_batches, encoded_spec
 from stack_train.data.video_files import find_videos, read_videos
 from stack_train.diffusion.denoiser import ImagesConfig, VideosConfig
@@ -83,15 +83,13 @@ class VideosData(ImageSettings):
         """
         if self.pipeline is not None:
 
-            def read(encoders: Encoders) -> FileImages:
+            def read(encoders: Encoders, model: Any) -> dict[ImageSize, FileImages]:
                 autoencoder = encoders.autoencoder.config
-                return self._read(
-                    size=model.image_size * autoencoder.downsampling,
-                    frames=(model.frames - 1) * autoencoder.frames_per_latent + 1,
-                    channels=autoencoder.channels,
-                )
+                side = model.image_size * autoencoder.downsampling
+                frames = (model.frames - 1) * autoencoder.frames_per_latent + 1
+                return {(side, side): self._read(size=side, frames=frames, channels=autoencoder.channels)}
 
-            return encoded_batches(self, read, self.encoded_at_once, seed=seed, model=model)
+            return encoded_batches(self, read, seed=seed, model=model)
         videos = self._read(size=model.image_size, frames=model.frames, channels=model.channels)
         return ImageBatches(self, LabelledImages(videos.pixels, None, videos.names), seed=seed)
 

@@ -115,7 +115,8 @@ def test_a_memray_that_would_end_python_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
     with pytest.raises(CaptureError, match=r"memray 1\.20\.0 crashes Python 3\.12"):
         stack_profile.capture(tmp_path, python_heap=True)
-    assert not crashes((3, 12), "1.21.0rc1") and not crashes((3, 13), "1.20.0")
+    assert crashes((3, 13), "1.20.0")
+    assert not crashes((3, 12), "1.21.0rc1") and not crashes((3, 11), "1.20.0")
 
 
 def test_without_memray_the_error_names_the_extra(tmp_path, monkeypatch, capsys):

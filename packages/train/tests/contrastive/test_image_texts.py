@@ -44,7 +44,7 @@ MODEL = {
     "text": {**TOWER, "vocab_size": 20, "max_positions": 3},
 }
 CLIP = {**MODEL, "name": "clip", "features": 20, "text": {**MODEL["text"], "end": 1}}
-BATCH, IMAGES, STEPS = 6, 96, 80
+BATCH, IMAGES, STEPS = 6, 96, 160
 END = 1  # the end token of `shapes.word_tokenizer`
 
 

@@ -18,7 +18,7 @@ from stack_profile.errors import CaptureError
 __all__ = ["PythonHeap", "crashes", "load_memray"]
 
 _MOST_STACKS: Final = 20_000
-# Up to this version, ending a tracker ends Python 3.12 with a segmentation fault (memray's issue 999).
+# Up to this version, ending a tracker ends Python 3.12 and 3.13 with a segmentation fault (memray's issue 999).
 _LAST_UNSAFE: Final = (1, 20, 0)
 
 
@@ -35,15 +35,15 @@ def load_memray() -> Any:
         raise CaptureError(f"The Python heap needs memray, which is not installed: {command}") from error
     if crashes(sys.version_info[:2], memray.__version__):
         raise CaptureError(
-            f"memray {memray.__version__} crashes Python 3.12 when it stops tracking. Use a later memray, Python 3.11 "
-            "or 3.13, or capture without python_heap."
+            f"memray {memray.__version__} crashes Python 3.12 and 3.13 when it stops tracking. Use a later memray, Python "
+            "3.11, or capture without python_heap."
         )
     return memray
 
 
 def crashes(python: tuple[int, ...], memray: str) -> bool:
     """Returns whether a version of memray crashes a version of Python when a tracker ends."""
-    return python == (3, 12) and tuple(map(int, re.findall(r"\d+", memray)[:3])) <= _LAST_UNSAFE
+    return python >= (3, 12) and tuple(map(int, re.findall(r"\d+", memray)[:3])) <= _LAST_UNSAFE
 
 
 class PythonHeap:

@@ -70,7 +70,7 @@ class ClipModelConfig(DualEncoderConfig):
 
 
 class ClipModel(DualEncoder):
-    """CLIP's towers and projections; the logits have no bias."""
+    """CLIP's towers and projections; the logits lack a bias."""
 
     def __init__(self, config: ClipModelConfig, *, key: jax.Array) -> None:
         self.config = config
@@ -95,7 +95,7 @@ class ClipModel(DualEncoder):
         return self.text.pooled(tokens)
 
 
-# The projection and the standard deviation of initial weights are settings of the whole model.
+# The projection and the standard deviation of initial weights are settings of the model.
 _TEXT = tuple(each for each in COMPONENT.settings if each.ours not in ("projection", "initializer_std"))
 
 

@@ -87,7 +87,7 @@ class ImageTextModel:
         """Returns a feature vector of length 1 per image.
 
         Raises:
-          ArgumentError: there are no images.
+          ArgumentError: `images` is empty.
           DataError: an image cannot be read, or Pillow is not installed.
         """
         if not len(images):
@@ -98,7 +98,7 @@ class ImageTextModel:
         """Returns a feature vector of length 1 per text.
 
         Raises:
-          ArgumentError: there are no texts, or `texts` is one string.
+          ArgumentError: `texts` is empty, or `texts` is one string.
           DataError: the model has no tokenizer, or a text is too long for the text tower.
         """
         if isinstance(texts, str) or not len(texts):
@@ -155,7 +155,7 @@ class ImageTextModel:
         found = []
         for first in range(0, len(rows), _AT_ONCE):
             part = rows[first : first + _AT_ONCE]
-            # A few rows compile a small program, many rows one of `_AT_ONCE`.
+            # A few rows compile a small program, many rows a program of `_AT_ONCE` rows.
             size = min(len(rows), _AT_ONCE)
             padded = np.pad(part, ((0, size - len(part)), *[(0, 0)] * (part.ndim - 1)))
             found.append(np.asarray(function(jnp.asarray(padded)))[: len(part)])

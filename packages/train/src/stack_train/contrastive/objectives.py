@@ -1,4 +1,4 @@
-"""Contrastive objectives: each image of a batch is compared with each text of the whole batch, on any mesh.
+"""Contrastive objectives: each image of a batch is compared with each text of the batch, on any mesh.
 
 Rows of a batch are split over devices, and the losses equal the losses on one device. For the softmax loss, every
 device gathers the feature vectors of all texts and computes the logits of its own images. The sigmoid loss is a sum
@@ -124,7 +124,7 @@ class SigmoidContrastiveConfig(_Contrastive):
         logits = exp(logit_scale) images . texts + logit_bias
         loss_i = sum_j softplus(logits[i, j]) - logits[i, i]
 
-    It is the sum of -log sigmoid(z logits) with z = 1 for the pair of a row and z = -1 for all others. Each of n
+    It is the sum of -log sigmoid(z logits) with z = 1 for the pair of a row and z = -1 for other pairs. Each of n
     devices computes the logits of its batch / n images and batch / n texts in each of n steps, and passes the texts on.
     The backward pass computes the logits again.
 

@@ -33,7 +33,7 @@ class SplitsIntoParts(Protocol):
 
 @runtime_checkable
 class VariesShapes(Protocol):
-    """`Batches` whose training batches have one of several shapes, such as images of several sizes.
+    """`Batches` whose training batches have several shapes, such as images of several sizes.
 
     Attributes:
       batch_shapes: shapes and dtypes of batches over all processes that differ from `DataConfig.spec`, which may be in

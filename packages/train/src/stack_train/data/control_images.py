@@ -43,7 +43,7 @@ def read_controls(
       folder: folder of the control images.
 
     Raises:
-      DataError: control images are missing, cannot be read, or have another ratio than their images; lists them.
+      DataError: control images are missing, cannot be read, or have another ratio than their images; lists the files.
     """
     root, base = _root(source), local_path(folder).absolute()
     files = {name: _control_file(base / Path(name).relative_to(root)) for each in read.values() for name in each.names}

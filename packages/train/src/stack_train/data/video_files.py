@@ -26,7 +26,7 @@ def find_videos(pattern: str) -> tuple[Path, ...]:
     """Returns the videos of a glob, sorted: GIF and WebP files, and folders of PNG files.
 
     Raises:
-      DataError: nothing matches, or a file is no video, with the remedy for other formats.
+      DataError: nothing matches, or a file is not a video, with the remedy for other formats.
     """
     matches = {Path(match).absolute() for match in matching(pattern)}
     parents = {path.parent for path in matches}
@@ -68,7 +68,7 @@ def read_videos(
       source: name of the videos in messages.
 
     Raises:
-      DataError: Pillow is not installed, a video cannot be read or has fewer frames, or none is left.
+      DataError: Pillow is not installed, a video cannot be read or has fewer frames, or all are skipped.
     """
 
     def build(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """AutoencoderKLWan: videos to latents, an eighth as high and wide, one for the first frame and one per four others.
 
 It is equivalent to diffusers' `AutoencoderKLWan` for Wan 2.1. No frame depends on later frames, so a video can be
-encoded and decoded in chunks of frames (see `Past`), with the result of the whole video.
+encoded and decoded in chunks of frames (see `Past`), with the same result.
 
 Source: Wan Team, Wan: Open and Advanced Large-Scale Video Generative Models, 2025 (arXiv:2503.20314).
 """
@@ -241,7 +241,7 @@ class Upsample(nnx.Module):
 
     def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
         if self.time_conv is not None:
-            # The first frame is not convolved, and the following frames do not depend on it.
+            # The first frame is not convolved, and the following frames are independent.
             first, others = jnp.split(x, [int(past.is_first)], axis=1)
             x = jnp.concatenate([first, self._doubled(self.time_conv, others, past)], axis=1)
         # Nearest-neighbour upsampling, then a convolution: this avoids the checkerboard of transposed convolutions.

@@ -78,7 +78,7 @@ class ControlNetConfig(UnetConfig):
 
 
 class ControlEmbedding(nnx.Module):
-    """Convolutions from a control image to features in the size of the latents; the last layer starts at 0."""
+    """Convolutions from a control image to features in the size of the latents; the last layer starts as zeros."""
 
     def __init__(self, config: ControlNetConfig, layers: Layers) -> None:
         widths = config.conditioning_widths
@@ -98,7 +98,7 @@ class ControlEmbedding(nnx.Module):
 
 
 class ControlNet(Descent):
-    """Residuals for a UNet, which start at 0.
+    """Residuals for a UNet, which start as zeros.
 
     Its condition has in addition "control", [batch, height, width, 3] in pixels of uint8 or floats from 0 to 1, and
     optionally "control_scale", [batch], which multiplies the residuals.
@@ -143,7 +143,7 @@ class ControlNet(Descent):
 
 
 class _ControlNetFamily:
-    """Builds ControlNets for `Component`. They are not denoisers, so `model.name` does not select them."""
+    """Builds ControlNets for `Component`. They are not denoisers, so `model.name` selects none."""
 
     name = "controlnet"
     config_class = ControlNetConfig
@@ -221,8 +221,8 @@ class Control:
 class ControlNetSection:
     """Trains a ControlNet on a frozen UNet: the section `controlnet` of a run.
 
-    The way down of the UNet is copied, from `run.init_from`, and the layers that add its residuals start at 0. Data of
-    kind captioned reads the control images from `controls`.
+    The way down of the UNet is copied, from `run.init_from`, and the layers that add its residuals start as zeros. Data
+    of kind captioned reads the control images from `controls`.
 
     Attributes:
       conditioning_widths: channels of the layers that read the control image; each but the last halves it, down to the

@@ -99,7 +99,7 @@ class StaticEngine(Engine):
 
     Prompts and caches are padded to powers of two to limit the number of programs. In a batch, a long prompt of several
     continuations, such as a group of rollouts, is prefilled once, and an image of several prompts is encoded once.
-    Nothing is kept between batches. The engine does not support paging or streaming within a continuation: each
+    Nothing remains between batches. The engine does not support paging or streaming within a continuation: each
     continuation is a single update. It samples with `stack_core.ops.sampling.sampling`, and rejects requests with stop
     texts or with log-probabilities of tokens other than the sampled ones.
 

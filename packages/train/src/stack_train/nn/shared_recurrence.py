@@ -26,7 +26,7 @@ _STATE: LogicalAxes = ("batch", "act_heads", None, None)
 
 
 def to_blocks(x: Shaped[Array, "rows tokens *values"]) -> Shaped[Array, "blocks half *values"]:
-    """Makes each of the two blocks in a row of `to_zigzag` a row of its own."""
+    """Makes each of the two blocks in a row of `to_zigzag` a separate row."""
     return x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:])
 
 
@@ -73,7 +73,7 @@ def states_before(
 
     Args:
       state: state after each block that began with an empty state.
-      transition: what the block applies to the state before it, a factor [blocks, heads] or a matrix [blocks, heads,
+      transition: operator of the block on an earlier state, a factor [blocks, heads] or a matrix [blocks, heads,
         key_dim, key_dim].
     """
     axis, devices = shared_axis(), sharing_devices()

@@ -55,7 +55,7 @@ def mask_taps(
     Args:
       segment_ids: segment of each token; None for rows of one segment.
       size: number of tokens, the token itself included.
-      before: segments of the tokens before each row, at least size - 1; None if there are none.
+      before: segments of the tokens before each row, at least size - 1; None at the start of a sequence.
     """
     if segment_ids is None:
         return None
@@ -73,7 +73,7 @@ def segment_starts(
 
     Args:
       segment_ids: segment of each token.
-      before: segments of the tokens before each row; None if there are none.
+      before: segments of the tokens before each row; None at the start of a sequence.
     """
     if segment_ids is None:
         return None

@@ -47,5 +47,5 @@ def count_later(is_image: Bool[Array, "batch seq"]) -> Int[Array, "batch seq"]:
 def without_others(
     tokens: Int[Array, "batch seq"], image_mask: Bool[Array, "batch seq"] | None
 ) -> Int[Array, "batch seq"]:
-    """Replaces tokens outside of `image_mask` by -1, so that a sampled image token does not get features."""
+    """Replaces tokens outside of `image_mask` by -1, because a sampled image token does not get features."""
     return tokens if image_mask is None else jnp.where(image_mask, tokens, -1)

@@ -222,7 +222,7 @@ def encoded_batches(
 
 
 def _latents_of(settings: Any) -> Latents:
-    """Returns the setting `latents`, or means for data without it."""
+    """Returns the setting `latents`, or "mean" for data that lack it."""
     return getattr(settings, "latents", "mean")
 
 

@@ -152,7 +152,7 @@ class TextRows:
           too_long: policy for texts of more than `tokens` tokens.
 
         Raises:
-          DataError: a text is too long and `too_long` is "error", no text is left, or a text lacks the end token.
+          DataError: a text is too long and `too_long` is "error", every text is dropped, or a text lacks the end token.
         """
         ids = [self.tokenizer.encode_for_encoder(text) for text in texts]
         longer = [place for place, each in enumerate(ids) if len(each) > self.tokens]

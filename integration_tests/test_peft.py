@@ -152,6 +152,7 @@ def test_a_checkpoint_reads_adapters_of_its_base_alone(base, peft, tmp_path):
         ({"init_lora_weights": "pissa_niter_4"}, "changed the base"),
         ({"init_lora_weights": "lora_ga"}, "changed the base"),
         ({"kasa_config": {"beta": 1.0}}, "kasa_config is .*, which is not read"),
+        ({"rank_pattern": {"q_proj)": 4}}, "is not a regular expression"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
     ],

@@ -133,6 +133,11 @@ def test_wrong_settings_are_refused(given, message):
         config.build(10, AXES)
 
 
+def test_a_malformed_pattern_is_refused_before_the_groups_are_checked():
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        parse(AdamWConfig, {"name": "adamw", "groups": {"(": {}}}).build(10, AXES)
+
+
 def test_a_config_that_builds_an_optax_transformation_is_an_optimizer(tmp_path, monkeypatch):
     built = []
 

@@ -35,8 +35,8 @@ def load_memray() -> Any:
         raise CaptureError(f"The Python heap needs memray, which is not installed: {command}") from error
     if crashes(sys.version_info[:2], memray.__version__):
         raise CaptureError(
-            f"memray {memray.__version__} crashes Python 3.12 and 3.13 when it stops tracking. Use a later memray, Python "
-            "3.11, or capture without python_heap."
+            f"memray {memray.__version__} crashes Python 3.12 and 3.13 when it stops tracking. Use a later memray or "
+            "Python 3.11, or capture without python_heap."
         )
     return memray
 

@@ -38,8 +38,18 @@ class GroupConfig:
 
 
 def group_of(groups: Iterable[str], path: str) -> str | None:
-    """Returns the first pattern that matches the path of a parameter, or None."""
-    return next((pattern for pattern in groups if path_matches(pattern, path)), None)
+    """Returns the first pattern that matches the path of a parameter, or None.
+
+    Raises:
+      ConfigError: a pattern is malformed.
+    """
+    for pattern in groups:
+        try:
+            if path_matches(pattern, path):
+                return pattern
+        except re.error as error:
+            raise ConfigError(f"optimizer.groups: {pattern!r} is not a regular expression: {error}.") from error
+    return None
 
 
 def group_names(groups: Mapping[str, GroupConfig], axes: AxesTree) -> Any:
@@ -58,11 +68,6 @@ def check_groups(groups: Mapping[str, GroupConfig], paths: Iterable[str]) -> Non
       ConfigError: a pattern is malformed, or its group is empty. The message suggests similar path segments.
     """
     paths = tuple(paths)
-    for pattern in groups:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"optimizer.groups: {pattern!r} is not a regular expression: {error}.") from error
     taken = {group_of(groups, path) for path in paths}
     for pattern in groups:
         if pattern not in taken:

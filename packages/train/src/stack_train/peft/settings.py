@@ -93,12 +93,25 @@ def read_settings(directory: Path) -> PeftSettings:
     problems += [
         f"{key} is {value!r}, which is not read" for key, value in mapping.items() if value and key not in _KNOWN
     ]
+    problems += _malformed(settings)
     initial = mapping.get("init_lora_weights")
     if isinstance(initial, str) and initial.startswith(_CHANGES_BASE):
         problems.append(f"init_lora_weights is {initial!r}, which changed the base: save it with PEFT's conversion")
     if problems:
         raise ConversionError(f"{path} describes no adapter that is read:\n  " + "\n  ".join(problems))
     return settings
+
+
+def _malformed(settings: PeftSettings) -> list[str]:
+    """Describes the patterns that are no regular expressions."""
+    problems = []
+    targets = [target for target in settings.targets if target.startswith("^")]
+    for pattern in (*settings.rank_pattern, *settings.alpha_pattern, *targets):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f"{pattern!r} is not a regular expression: {error}")
+    return problems
 
 
 def _parsed(mapping: Mapping[str, Any]) -> PeftSettings:

@@ -46,7 +46,7 @@ class AutoencoderKlWanConfig:
     Attributes:
       name: selects this family.
       image_size: height and width of the training videos in pixels.
-      frames: number of frames of the training videos; see `check_video` for other sizes.
+      frames: number of frames of the training videos, one more than a multiple of the frames of a latent.
       channels: channels of the videos.
       latent_channels: channels of the latents.
       width: channels of the encoder's first level; `multipliers` times it are the channels of each level.

@@ -44,11 +44,11 @@ def _correct(weight: Weight, options: Mapping[str, int | float]) -> jax.Array:
 def _change(matrices: jax.Array, moments: jax.Array, cross: jax.Array, damp: jax.Array) -> jax.Array:
     """Returns (H + damp m I)^-1 C W for each matrix W[d_in, d_out]."""
     mean = jnp.mean(jnp.diagonal(moments, axis1=1, axis2=2), axis=1)[:, None, None]
-    # Inputs that are always zero have no effect, and the least number keeps H regular if all are.
+    # Inputs that are always zero have no effect, and 1e-30 keeps H invertible if all are zero.
     damped = moments + (damp * mean + jnp.float32(1e-30)) * jnp.eye(moments.shape[1], dtype=moments.dtype)
-    wanted = jnp.einsum("bij,bjo->bio", cross, matrices.astype(jnp.float32), precision="highest")
+    product = jnp.einsum("bij,bjo->bio", cross, matrices.astype(jnp.float32), precision="highest")
     solve = lambda matrix, right: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(matrix), right)
-    return jax.vmap(solve)(damped, wanted)
+    return jax.vmap(solve)(damped, product)
 
 
 QEP = Algorithm("qep", needs_stream=True, correct=_correct, options={"alpha": 0.5, "damp": 0.1})

@@ -114,7 +114,7 @@ class AwqScheme(UniformScheme):
     """The layout "gemm" of AWQ, in 4 bits with zero points."""
 
     def fits(self, name: str, shape: Sequence[int]) -> bool:
-        """Returns whether a matrix [d_out, d_in] is in a layer, in 4 bits, and has outputs in whole words."""
+        """Returns whether a matrix [d_out, d_in] is in a layer, and its 4-bit outputs fill words of 32 bits."""
         return _IN_LAYER.match(name) is not None and self.bits == 4 and shape[0] % len(AWQ_ORDER) == 0
 
     def specs(self, name: str, shape: tuple[int, ...]) -> list[TensorSpec]:

@@ -91,7 +91,7 @@ class DecoderConfig:
 
     @property
     def tower_remat(self) -> RematPolicy:
-        """Saved values of layers outside of the decoder, such as a vision tower's, whose values have no names."""
+        """Saved values of the layers of a vision tower, which are not saved by name."""
         return self.remat if isinstance(self.remat, str) else "full"
 
     def attention(self, **fields: Any) -> Attention:

@@ -1,5 +1,6 @@
 """Base class of layers with a recurrence over a decaying state, after a short causal convolution."""
 
+from abc import abstractmethod
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ class RecurrentMixer(nnx.Module):
     spec: Any
     convolution: nnx.Param[Any]
 
+    @abstractmethod
     def _recur(
         self, convolved: jax.Array, state: jax.Array, factor: jax.Array, decay: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -36,13 +38,12 @@ class RecurrentMixer(nnx.Module):
           factor: factor of the values, [batch, seq, heads]; 0 leaves the state unchanged if `decay` is 0.
           decay: natural logarithm of the decay factor, [batch, seq, heads].
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _carry(
         self, convolved: jax.Array, empty: jax.Array, factor: jax.Array, decay: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the state after a row that begins with the state `empty`, and its transition; see `states_before`."""
-        raise NotImplementedError
 
     def _run(
         self,

@@ -103,7 +103,7 @@ def read_settings(directory: Path) -> PeftSettings:
 
 
 def _malformed(settings: PeftSettings) -> list[str]:
-    """Describes the patterns that are no regular expressions."""
+    """Describes malformed patterns."""
     problems = []
     targets = [target for target in settings.targets if target.startswith("^")]
     for pattern in (*settings.rank_pattern, *settings.alpha_pattern, *targets):

@@ -29,6 +29,7 @@ from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.panels.records import records
 from stack_train.run.placing import shard_batch
 from stack_train.run.run import Run
+from stack_train.step.program import array_shapes
 from stack_train.step.state import TrainState
 from stack_train.variables.model_variables import join
 
@@ -177,7 +178,7 @@ class TrainingLoop:
                 self._is_evaluation_cut = True
                 return None
             arrays, _ = self._to_device(batch)
-            shapes = tuple((name, array.shape) for name, array in sorted(arrays.items()))
+            shapes = array_shapes(arrays)
             if shapes not in self._evaluate:
                 self._evaluate[shapes] = program.compile_evaluation(arrays)
             found.append(jax.device_get(self._evaluate[shapes](variables, arrays, auxiliary)))

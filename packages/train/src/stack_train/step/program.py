@@ -28,7 +28,7 @@ from stack_train.step.state import AuxiliaryState, TrainState
 from stack_train.step.step import Batch, Step
 from stack_train.variables.model_variables import Tree, sharding_rules
 
-__all__ = ["Program"]
+__all__ = ["Program", "array_shapes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,11 +106,11 @@ class Program:
         """
         whole = batch_shapes(batch)
         first: Any = self._jitted(batch) if self._has_subbyte_codes else compiled
-        programs = {_sizes(whole): (first, whole)}
-        known = {_sizes(each): each for each in _shapes_of_run([whole, *map(batch_shapes, variants)], row_counts)}
+        programs = {array_shapes(whole): (first, whole)}
+        known = {array_shapes(each): each for each in _shapes_of_run([whole, *map(batch_shapes, variants)], row_counts)}
 
         def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-            sizes = _sizes(batch)
+            sizes = array_shapes(batch)
             if sizes not in programs and (shapes := known.get(sizes)) is not None:
                 program = self._jitted(shapes) if self._has_subbyte_codes else self.trace(shapes).lower().compile()
                 programs[sizes] = program, shapes
@@ -260,7 +260,8 @@ class Program:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def _sizes(batch: Mapping[str, Any]) -> frozenset[tuple[str, tuple[int, ...]]]:
+def array_shapes(batch: Mapping[str, Any]) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """Returns the name and shape of each array of a batch, a key for compiled programs."""
     return frozenset((name, tuple(array.shape)) for name, array in batch.items())
 
 

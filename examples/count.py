@@ -29,7 +29,7 @@ def main() -> None:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/count-data")
     pictures = int(sys.argv[2]) if len(sys.argv) > 2 else 1000
     (directory / "pictures").mkdir(parents=True, exist_ok=True)
-    # The pictures of the environment in count.yaml; its own seeds are others.
+    # The environment of count.yaml draws its pictures from other seeds.
     recipe = load_yaml(Path(__file__).with_name("count.yaml"))
     environment = parse(CountShapesConfig, recipe["data"]["environment"])
     records = []

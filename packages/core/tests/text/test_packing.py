@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_core.text.packing import best_fit
+from stack_core.text.packing import best_fit, divide_row
 
 
 @given(st.lists(st.integers(1, 12), max_size=40), st.integers(12, 20))
@@ -19,3 +19,13 @@ def test_rows_are_at_most_as_many_as_best_fit_decreasing_needs(lengths: list[int
     least = -(-sum(lengths) // capacity)
     assert len(filled) <= 11 / 9 * least + 4
     assert all(one + other > capacity for i, one in enumerate(filled) for other in filled[:i])
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(4, 7))
+def test_a_row_is_divided_only_before_a_sequence_that_does_not_fit(sizes: list[int], limit: int) -> None:
+    row = np.arange(len(sizes), dtype=np.int64) + 5
+    parts = divide_row(row, sizes, limit)
+    assert np.concatenate(parts).tolist() == row.tolist()
+    of_part = [[sizes[sequence - 5] for sequence in part.tolist()] for part in parts]
+    assert all(sum(each) <= limit for each in of_part)
+    assert all(sum(each) + after[0] > limit for each, after in itertools.pairwise(of_part))

@@ -1,6 +1,6 @@
 """Images of episodes in training batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
@@ -9,8 +9,7 @@ from jaxtyping import Int64
 
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError
-from stack_core.abi.generation import PromptImage
-from stack_core.text.images import SeesImages, image_places
+from stack_core.text.images import SeesImages, check_image_tokens, image_places, join_images
 from stack_rl.contracts import Trajectory
 
 __all__ = [
@@ -57,7 +56,7 @@ def lay_out_images(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajec
     """Writes the images of an episode to its row.
 
     Raises:
-      DataError: the batch has no room for them.
+      DataError: the episode has more images than a row of the batch.
     """
     images = trajectory.images
     if not images:
@@ -69,9 +68,7 @@ def lay_out_images(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajec
             f"An episode of task {trajectory.task} has {len(images)} images, but {setting}. Set data.row_images to at "
             f"least {len(images)}."
         )
-    found = {"pixels": _joined_pixels(images)}
-    if "grids" in batch:
-        found["grids"] = np.asarray([image.grid for image in images], np.int32)
+    found = join_images(images)
     for name, values in found.items():
         batch[name][row, : len(values)] = values
     batch["image_mask"][row, np.concatenate([image_places(image) for image in images])] = True
@@ -106,15 +103,9 @@ def check_image_data(model: Any, data: Any) -> None:
             f"data.row_images is {data.row_images}, but the family {model.name!r} reads text only. Choose a language "
             "model with images, such as gemma3_vision or qwen3_vl, or leave data.row_images out."
         )
-    if missing := [f"model.{name}" for name, token in model.image_tokens_of_prompts.items() if token is None]:
-        raise ConfigError(f"Set {', '.join(missing)} to the ids of the tokenizer's tokens of images.")
+    check_image_tokens(model)
 
 
 def _row_limit(batch: Mapping[str, np.ndarray]) -> int:
     # Only images with a grid share `pixels` in parts of different sizes.
     return batch["grids" if "grids" in batch else "pixels"].shape[1]
-
-
-def _joined_pixels(images: Sequence[PromptImage]) -> np.ndarray:
-    pixels = [image.pixels for image in images]
-    return np.stack(pixels) if images[0].grid is None else np.concatenate(pixels)

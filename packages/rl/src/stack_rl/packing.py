@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from stack_core.abi.data import IGNORED_TARGET
-from stack_core.text.packing import best_fit
+from stack_core.text.packing import best_fit, divide_row
 from stack_rl.episode_images import IMAGE_COUNTS, PACKED_IMAGES
 
 __all__ = ["PackedRows", "row_counts"]
@@ -72,7 +72,8 @@ class PackedRows:
         order, padded = there[order], len(segment_ids)
         of_rows = [order[first:end] for first, end in itertools.pairwise(offsets)]
         if images is not None:
-            of_rows = [part for row in of_rows for part in _divided(row, *images)]
+            image_counts, limit = images
+            of_rows = [part for row in of_rows for part in divide_row(row, image_counts[row].tolist(), limit)]
         needed = len(of_rows)
         # With one sequence per row, all sequences fit.
         rows = min(count for count in (*counts, padded) if count >= needed)
@@ -150,17 +151,3 @@ class PackedRows:
 
 def _joined(parts: Iterable[Int64[np.ndarray, " part"]]) -> Int64[np.ndarray, " sequences"]:
     return np.concatenate([np.zeros(0, np.int64), *parts])
-
-
-def _divided(
-    row: Int64[np.ndarray, " in_row"], images: Int64[np.ndarray, " rows"], limit: int
-) -> list[Int64[np.ndarray, " in_part"]]:
-    """Divides the sequences of a row into rows of at most `limit` images."""
-    parts, used = list[list[int]]([[]]), 0
-    for sequence in row.tolist():
-        if used + images[sequence] > limit:
-            parts.append([])
-            used = 0
-        parts[-1].append(sequence)
-        used += images[sequence]
-    return [np.asarray(part, np.int64) for part in parts]

@@ -46,7 +46,7 @@ from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.replay import ReplayBuffer, ReplayFiles
 from stack_rl.reward_parts import part_shapes
 from stack_rl.rollout_journal import RecordedBatch, RolloutJournal
-from stack_rl.routing import mixture_sizes
+from stack_rl.routing import check_routing_replay, mixture_sizes
 from stack_rl.samples import MOST_SAMPLES, SAMPLES_FILE, write_samples
 from stack_rl.sampling import AS_MODEL, PolicySampling
 from stack_rl.share import Share
@@ -55,8 +55,17 @@ from stack_rl.updates import CurrentBatch, check_minibatches, mean_kl
 
 __all__ = ["PolicyRollouts", "RolloutBatches", "RolloutData", "RolloutIterator"]
 
-_SCORED = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", "experts", *SAMPLING_INPUTS)
-_SCORED = (*_SCORED, *IMAGE_INPUTS, IMAGE_COUNTS)
+_SCORED = (
+    "tokens",
+    "targets",
+    "positions",
+    "segment_ids",
+    "behaviour_logprobs",
+    "experts",
+    *SAMPLING_INPUTS,
+    *IMAGE_INPUTS,
+    IMAGE_COUNTS,
+)
 _HELD_OUT = 1
 
 
@@ -269,7 +278,7 @@ class PolicyRollouts:
         if data.engine not in registries.engines:
             raise registries.engines.unknown(data.engine)
         if data.routing_replay:
-            _check_routing_replay(model, data)
+            check_routing_replay(model, data)
         check_image_data(model, data)
         if data.reference is not None:
             data.reference.check()
@@ -278,20 +287,6 @@ class PolicyRollouts:
     def build(self, *, seed: int, model: Any) -> "RolloutBatches":
         experts = mixture_sizes(model) if self.data.routing_replay else None
         return RolloutBatches(self, seed=seed, shapes=self.shapes(self.data.batch_size, model, experts))
-
-
-def _check_routing_replay(model: Any, data: RolloutData) -> None:
-    """Raises a ConfigError if the model has no experts or the engine does not report them."""
-    if mixture_sizes(model) is None:
-        raise ConfigError(
-            f"data.routing_replay is true, but the model {model.name!r} has no mixtures of experts. Leave "
-            "data.routing_replay out, or choose a family with experts."
-        )
-    if not getattr(registries.engines[data.engine], "reports_experts", False):
-        raise ConfigError(
-            f"data.routing_replay is true, but the engine {data.engine!r} does not report the experts of tokens. Set "
-            "data.engine: static, or leave data.routing_replay out."
-        )
 
 
 def _plays_itself(environment: Any) -> bool:

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
 from stack_core.ops.kv_cache import DenseKVCache
 
-__all__ = ["mixture_sizes", "replayed_experts"]
+__all__ = ["check_routing_replay", "mixture_sizes", "replayed_experts"]
 
 
 @cache
@@ -29,6 +30,20 @@ def mixture_sizes(config: Any) -> tuple[int, int] | None:
 
     found = jax.eval_shape(experts, jax.random.key(0))
     return None if found is None else (found.shape[0], found.shape[-1])
+
+
+def check_routing_replay(model: Any, data: Any) -> None:
+    """Raises a ConfigError if the model has no experts or the engine does not report them."""
+    if mixture_sizes(model) is None:
+        raise ConfigError(
+            f"data.routing_replay is true, but the model {model.name!r} has no mixtures of experts. Leave "
+            "data.routing_replay out, or choose a family with experts."
+        )
+    if not getattr(registries.engines[data.engine], "reports_experts", False):
+        raise ConfigError(
+            f"data.routing_replay is true, but the engine {data.engine!r} does not report the experts of tokens. Set "
+            "data.engine: static, or leave data.routing_replay out."
+        )
 
 
 def replayed_experts(batch: Mapping[str, jax.Array]) -> dict[str, Any]:

@@ -117,7 +117,8 @@ def play(tasks, answers, *, seq_tokens=200):
 
 def test_images_of_several_turns_are_in_the_requests_and_in_the_trajectory_at_their_tokens():
     # The policy writes the image token, which is no image.
-    found, requests = play(tasks_of(Talk, Seeing()), ["more", "a#b"])
+    tasks = tasks_of(Talk, Seeing())
+    found, requests = play(tasks, ["more", "a#b"])
     text = "".join(map(chr, found.tokens))
     assert text.startswith("<user>[###]see[#####]\x00\n<assistant>more\x00\n<user>[####]") and text.endswith("a#b\x00")
     assert [image.pixels.tobytes() for image in found.images] == [b"abc", b"vwxyz", (7).to_bytes(4)]
@@ -125,6 +126,8 @@ def test_images_of_several_turns_are_in_the_requests_and_in_the_trajectory_at_th
         [IMAGE] * n for n in (3, 5, 4)
     ]
     assert [len(each.images) for each in requests] == [2, 3] and requests[1].images == found.images
+    assert tasks.text(tuple(found.tokens.tolist())).startswith("<user>[#]see[#]\x00")
+    assert tasks.text((IMAGE, IMAGE, 65, 65, IMAGE)) == "#AA#"
 
 
 def test_an_image_that_a_policy_cannot_take_is_refused():

@@ -5,11 +5,12 @@ import binascii
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from stack_core.abi.errors import ChatTemplateError, DataError, GenerationError
+from stack_core.abi.errors import ChatTemplateError, ConfigError, DataError, GenerationError
 from stack_core.abi.generation import PromptImage
 
 __all__ = [
@@ -19,12 +20,16 @@ __all__ = [
     "ReadImage",
     "ReadsImages",
     "SeesImages",
+    "check_image_tokens",
     "data_of_url",
     "expand_images",
     "image_places",
     "image_reader_of",
+    "join_images",
+    "load_image",
     "place_images",
     "read_images",
+    "resolve_url",
     "take_images",
 ]
 
@@ -149,7 +154,7 @@ class SeesImages(Protocol):
         ...
 
     def image_reader(self, texts: Mapping[str, str]) -> ImageReader | None:
-        """Returns the preprocessing of images; None if Pillow has no mode with this number of channels.
+        """Returns the preprocessing of images; None if Pillow does not support their number of channels.
 
         Args:
           texts: text of each token of `image_tokens_of_prompts`.
@@ -162,6 +167,12 @@ class SeesImages(Protocol):
         They are "pixels" and, if images have a grid, "grids", each a `jax.ShapeDtypeStruct`.
         """
         ...
+
+
+def check_image_tokens(model: SeesImages) -> None:
+    """Raises a ConfigError if the config lacks the id of an image token."""
+    if missing := [f"model.{name}" for name, token in model.image_tokens_of_prompts.items() if token is None]:
+        raise ConfigError(f"Set {', '.join(missing)} to the ids of the tokenizer's tokens of images.")
 
 
 def image_reader_of(checkpoint: Any) -> ImageReader | None:
@@ -241,6 +252,25 @@ def data_of_url(url: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise GenerationError(f"The data URL is not valid base64: {error}.") from error
+
+
+def resolve_url(url: str, folder: Path) -> str:
+    """Returns the URL of an image for `load_image`: data URLs unchanged, paths resolved against `folder`."""
+    return url if url.startswith("data:") else str(folder / Path(url).expanduser())
+
+
+def load_image(url: str) -> bytes:
+    """Returns the contents of a data URL or a file.
+
+    Raises:
+      GenerationError: the URL is malformed, or the file cannot be read.
+    """
+    if url.startswith("data:"):
+        return data_of_url(url)
+    try:
+        return Path(url).read_bytes()
+    except OSError as error:
+        raise GenerationError(f"{url} cannot be read: {error}.") from error
 
 
 def expand_images(text: str, reader: ImageReader, sizes: Sequence[ImageSize]) -> str:
@@ -336,6 +366,20 @@ def image_places(image: PromptImage) -> np.ndarray:
     number = np.arange(image.tokens)
     breaks = number // image.grid[1] if image.layout == "rows" and image.grid is not None else 0
     return image.start + number + breaks
+
+
+def join_images(images: Sequence[ReadImage | PromptImage]) -> dict[str, np.ndarray]:
+    """Returns the used entries of a row's `SeesImages.image_arrays`; empty without images.
+
+    Images of one size are stacked, [images, ...]. Patches of images with a grid are concatenated.
+    """
+    if not images:
+        return {}
+    pixels = [image.pixels for image in images]
+    grids = [image.grid for image in images if image.grid is not None]
+    if not grids:
+        return {"pixels": np.stack(pixels)}
+    return {"pixels": np.concatenate(pixels), "grids": np.asarray(grids, np.int32)}
 
 
 def _digest(image: ReadImage) -> bytes:

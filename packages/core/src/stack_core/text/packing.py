@@ -1,11 +1,12 @@
 """Best-fit packing of sequences into rows, planned from their lengths."""
 
 import bisect
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int64
 
-__all__ = ["best_fit"]
+__all__ = ["best_fit", "divide_row"]
 
 
 def best_fit(
@@ -45,3 +46,23 @@ def best_fit(
             with_room[left].append(row)
     order = np.array([piece for row in rows for piece in row], np.int64)
     return order, np.append(0, np.cumsum([len(row) for row in rows], dtype=np.int64))
+
+
+def divide_row(
+    row: Int64[np.ndarray, " in_row"], sizes: Sequence[int], limit: int
+) -> list[Int64[np.ndarray, " in_part"]]:
+    """Divides a row into consecutive parts with a total size of at most `limit`.
+
+    Args:
+      row: indices of the sequences of a row.
+      sizes: size of each sequence, from 0 to `limit`, such as its number of images.
+      limit: maximum size of a part.
+    """
+    parts, used = list[list[int]]([[]]), 0
+    for sequence, size in zip(row.tolist(), sizes, strict=True):
+        if used + size > limit:
+            parts.append([])
+            used = 0
+        parts[-1].append(sequence)
+        used += size
+    return [np.asarray(part, np.int64) for part in parts]

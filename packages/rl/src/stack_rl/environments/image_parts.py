@@ -5,7 +5,7 @@ from typing import Any
 
 from stack_core.abi.errors import ChatTemplateError, DataError
 from stack_core.text.images import ImageReader, ReadImage, read_images, take_images
-from stack_rl.environments.tool_results import image_part, is_picture, png_of
+from stack_rl.environments.tool_results import encode_png, image_part, is_pillow_image
 
 __all__ = ["has_parts", "read_parts", "require_reader"]
 
@@ -67,10 +67,10 @@ def _as_url(part: Any, where: str) -> Any:
     if not isinstance(part, Mapping) or part.get("type") != "image":
         return part
     image = part.get("image")
-    if not isinstance(image, bytes) and not is_picture(image):
+    if not isinstance(image, bytes) and not is_pillow_image(image):
         raise ChatTemplateError(
             f'{where} is {{"type": "image"}} with a {type(image).__name__}; expected an image of Pillow or the bytes '
             "of an image file.",
             parameter=where,
         )
-    return image_part(image if isinstance(image, bytes) else png_of(image))
+    return image_part(image if isinstance(image, bytes) else encode_png(image))

@@ -1,6 +1,7 @@
 """Adapter from conversations of messages to the token protocol of environments."""
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias, runtime_checkable
@@ -71,7 +72,7 @@ class Renderer:
       template: chat template of the policy.
       tools: schemas of the tools.
       reader: preprocessing of the policy's images; None for a policy of text.
-      max_tokens: maximum number of tokens of an episode, which an image must leave room in.
+      max_tokens: maximum number of tokens of an episode, including its images.
 
     Raises:
       DataError: there are tools, but the template does not support tools.
@@ -128,9 +129,10 @@ class Renderer:
         return b"".join(map(self._tokenizer.token_bytes, tokens)).decode(errors="replace")
 
     def display_text(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens for display, with one token for each image."""
-        token = None if self._reader is None else self._reader.token
-        return self.written([each for place, each in enumerate(tokens) if each != token or tokens[place - 1] != token])
+        """Decodes tokens for display; adjacent image tokens are shown as one."""
+        image_token = None if self._reader is None else self._reader.token
+        runs = ((token, [*run]) for token, run in itertools.groupby(tokens))
+        return self.written([each for token, run in runs for each in (run[:1] if token == image_token else run)])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, without special tokens."""

@@ -109,7 +109,7 @@ class MixConfig:
 
     @property
     def has_images(self) -> bool:
-        """Whether episodes of an environment have images."""
+        """True if an environment has images."""
         return any(getattr(each.environment, "has_images", False) for each in self.environments)
 
     def check(self, model: Any) -> None:

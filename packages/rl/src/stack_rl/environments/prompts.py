@@ -11,10 +11,10 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.data import Tokenizer
-from stack_core.abi.errors import ChatTemplateError, DataError, GenerationError
+from stack_core.abi.errors import ChatTemplateError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
-from stack_core.text.images import data_of_url, expand_images, image_reader_of, place_images, take_images
+from stack_core.text.images import expand_images, image_reader_of, load_image, place_images, resolve_url, take_images
 from stack_rl.contracts import Action, Completion, Environment, Observation, Reward, StepResult, Tasks
 from stack_rl.environments.image_parts import require_reader
 from stack_rl.environments.records import Record, read_records
@@ -22,7 +22,7 @@ from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, as_weighted, 
 
 __all__ = ["PromptsConfig"]
 
-_READ_PROMPTS = 64  # prompts whose images are kept for other attempts
+_READ_PROMPTS = 64  # cached prompts with images; the attempts of a group share pixels
 
 
 @config
@@ -127,7 +127,7 @@ def _encoder(policy: GenerativeCheckpoint, tokenizer: Tokenizer) -> Callable[[st
     @functools.lru_cache(_READ_PROMPTS)
     def read(urls: tuple[str, ...], tokens: tuple[int, ...]) -> tuple[PromptImage, ...]:
         assert reader is not None
-        return place_images(tokens, reader, [reader.read(_contents(url)) for url in urls])
+        return place_images(tokens, reader, [reader.read(load_image(url)) for url in urls])
 
     def encode(name: str, record: Mapping[str, Any]) -> _Prompt:
         rest = {key: value for key, value in record.items() if key != "prompt"}
@@ -141,9 +141,8 @@ def _encoder(policy: GenerativeCheckpoint, tokenizer: Tokenizer) -> Callable[[st
         urls = list[str]()
 
         def load(url: str) -> bytes:
-            folder = Path(name.rpartition(":")[0]).parent
-            urls.append(url if url.startswith("data:") else str(folder / Path(url).expanduser()))
-            return _contents(urls[-1])
+            urls.append(resolve_url(url, Path(name.rpartition(":")[0]).parent))
+            return load_image(urls[-1])
 
         try:
             messages, files = take_images(prompt, load)
@@ -159,20 +158,6 @@ def _encoder(policy: GenerativeCheckpoint, tokenizer: Tokenizer) -> Callable[[st
         return _Prompt(name, text, tokens, rest, functools.partial(read, tuple(urls), tokens) if urls else tuple)
 
     return encode
-
-
-def _contents(url: str) -> bytes:
-    """Returns the contents of a data URL or a file.
-
-    Raises:
-      GenerationError: the URL is malformed, or the file cannot be read.
-    """
-    if url.startswith("data:"):
-        return data_of_url(url)
-    try:
-        return Path(url).read_bytes()
-    except OSError as error:
-        raise GenerationError(f"{url} cannot be read: {error}.") from error
 
 
 class _Prompts:
@@ -204,20 +189,22 @@ class _Prompts:
         return (self._held_out if held_out else self._training)[task]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Episode:
     prompt: _Prompt
     tokenizer: Tokenizer
     rewards: Sequence[tuple[str, Reward, float]]
     max_tokens: int
     stop_tokens: tuple[int, ...]
+    _images: tuple[PromptImage, ...] = ()
 
     async def reset(self) -> Observation:
+        self._images = self.prompt.images()
         return Observation(
             tokens=self.prompt.tokens,
             max_tokens=self.max_tokens,
             stop_tokens=self.stop_tokens,
-            images=self.prompt.images(),
+            images=self._images,
         )
 
     async def step(self, action: Action) -> StepResult:
@@ -229,7 +216,7 @@ class _Episode:
             is_finished=is_finished,
             record=self.prompt.record,
             prompt_tokens=self.prompt.tokens,
-            images=self.prompt.images(),
+            images=self._images,
         )
         score = await total_score(self.rewards, completion)
         return StepResult(reward=score.value, verdict=score.verdict, facts=score.facts, parsed=score.parsed)

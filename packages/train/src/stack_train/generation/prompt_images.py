@@ -1,23 +1,21 @@
-"""Images of a batch of prompts, of which the engine `static` computes each distinct one once."""
+"""Images of a batch of prompts for the engine `static`, which encodes equal images once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from stack_core.abi.generation import PromptImage
+from stack_core.abi.generation import GenerationRequest
 from stack_core.abi.models import ImageTokens
 from stack_core.text.image_prompts import axis_positions, position_shift
 from stack_core.text.images import ImageReader, image_places
 
 __all__ = ["image_inputs", "image_tokens_of"]
 
-Prompt = tuple[Sequence[int], tuple[PromptImage, ...]]
-
 
 def image_inputs(
-    reader: ImageReader, prompts: Mapping[Any, Prompt], places: Mapping[Any, int], *, shape: tuple[int, int]
+    reader: ImageReader, requests: Mapping[int, GenerationRequest], *, shape: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """Returns the arrays of the images of prompts.
 
@@ -26,8 +24,7 @@ def image_inputs(
 
     Args:
       reader: preprocessing of the model's images.
-      prompts: tokens and images of each distinct prompt.
-      places: row of each of them.
+      requests: request of each row with images.
       shape: numbers of rows and of tokens per row.
 
     Returns:
@@ -39,7 +36,7 @@ def image_inputs(
         positions: int32[rows, tokens, 3], see `ImageTokens`; only if positions have several axes.
         shift: int32[rows], difference between the place and the position of the tokens after the prompt.
     """
-    distinct = {image.digest: image for _, images in prompts.values() for image in images}
+    distinct = {image.digest: image for request in requests.values() for image in request.images}
     number_of = {digest: number for number, digest in enumerate(distinct)}
     size = next(size for size in reader.sizes if size >= max(image.tokens for image in distinct.values()))
     count = 1 << (len(distinct) - 1).bit_length()
@@ -56,16 +53,15 @@ def image_inputs(
         found["pixels"][number_of[digest], : len(image.pixels)] = image.pixels
         if image.grid is not None:
             found["grids"][number_of[digest], 0] = image.grid
-    for name, (tokens, images) in prompts.items():
-        row = places[name]
-        for image in images:
+    for row, request in requests.items():
+        for image in request.images:
             inside, numbers = image_places(image), np.arange(image.tokens)
             found["rows"][row, inside] = number_of[image.digest] * size + numbers
             if "ahead" in found:
                 found["ahead"][row, inside] = image.tokens - 1 - numbers
         if "positions" in found:
-            found["positions"][row] = axis_positions(images, 0, shape[1])
-        found["shift"][row] = position_shift(images, len(tokens))
+            found["positions"][row] = axis_positions(request.images, 0, shape[1])
+        found["shift"][row] = position_shift(request.images, len(request.prompt))
     return found
 
 

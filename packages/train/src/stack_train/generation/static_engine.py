@@ -25,7 +25,6 @@ from stack_core.abi.generation import (
     FinishReason,
     GenerationRequest,
     GenerationUpdate,
-    PromptImage,
     RequestTimes,
     SamplingParams,
     TokenLogprob,
@@ -334,7 +333,7 @@ class StaticEngine(Engine):
         most = max(tokens + each.limit for tokens, each in zip(prompts, batch, strict=True))
         capacity = self._bucket(most, _SMALLEST_CAPACITY)
         try:
-            distinct = len({_prompt_name(each) for each in batch})
+            distinct = len({_prompt_identity(each) for each in batch})
             count = min(each for each in self._prompt_counts(bucket) if each >= distinct)
             found = self._compute(batch, bucket, capacity, count)
         except Exception as error:  # A failure on the device ends only the requests of this batch.
@@ -387,14 +386,13 @@ class StaticEngine(Engine):
         }
         seeds: list[tuple[int, int]] = []
         places: dict[Hashable, int] = {}
-        with_images: dict[Hashable, tuple[Sequence[int], tuple[PromptImage, ...]]] = {}
+        with_images: dict[int, GenerationRequest] = {}
         for row, each in enumerate(batch):
             prompt, seed = each.work.request.prompt, each.work.request.sampling.seed
             seeds.append((int(np.random.default_rng().integers(1 << 63)) if seed is None else seed, each.index))
-            name = _prompt_name(each) if prompts < rows else row
-            place = places.setdefault(name, len(places))
+            place = places.setdefault(_prompt_identity(each) if prompts < rows else row, len(places))
             if each.work.request.images:
-                with_images[name] = prompt, each.work.request.images
+                with_images[place] = each.work.request
             arrays["prompts"][place, : len(prompt)], arrays["prompt_lengths"][place] = prompt, len(prompt)
             arrays["prompt_of_row"][row] = place
             arrays["stops"][row, : len(stops[row])] = stops[row]
@@ -406,7 +404,7 @@ class StaticEngine(Engine):
             prompt_tokens=[len(each.work.request.prompt) for each in batch],
         )
         if with_images and self._reader is not None:
-            arrays["images"] = image_inputs(self._reader, with_images, places, shape=(prompts, bucket))
+            arrays["images"] = image_inputs(self._reader, with_images, shape=(prompts, bucket))
         return arrays
 
     def _stops(self, sampling: SamplingParams) -> list[int]:
@@ -572,8 +570,8 @@ def _experts_of(outputs: Outputs) -> Int16[Array, "rows seq mixtures active"]:
     return jnp.moveaxis(outputs.facts["experts"], 0, 2).astype(jnp.int16)
 
 
-def _prompt_name(each: _Continuation) -> Hashable:
-    """Returns the tokens and the images of a continuation's prompt, to find equal ones."""
+def _prompt_identity(each: _Continuation) -> Hashable:
+    """Returns a key that is equal for equal prompts: the tokens, and the place and digest of each image."""
     request = each.work.request
     return request.prompt, tuple((image.start, image.digest) for image in request.images)
 

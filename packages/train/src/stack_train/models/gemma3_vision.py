@@ -29,7 +29,7 @@ from stack_train.models.vision_decoder import NestedFamily, VisionConfigMap
 from stack_train.models.weight_map import WeightRule
 from stack_train.nn.linear import Linear
 from stack_train.nn.residual import Norm
-from stack_train.vision.image_tokens import place_features, without_others
+from stack_train.vision.image_tokens import place_features, select_image_tokens
 from stack_train.vision.preprocessor import read_square_preprocessor, write_square_preprocessor
 from stack_train.vision.reader import MODES
 from stack_train.vision.siglip import Siglip, SiglipConfig, read_siglip, siglip_rules, write_siglip
@@ -168,7 +168,7 @@ class Gemma3Vision(Decoder):
                 raise ArgumentError("The model has no image_token. Set model.image_token to the id of that token.")
             features = self.image_features(pixels.reshape(-1, *pixels.shape[2:]))
             features = features.reshape(*pixels.shape[:2], *features.shape[1:])
-            images = place_features(features, without_others(tokens, image_mask), self.image_token)
+            images = place_features(features, select_image_tokens(tokens, image_mask), self.image_token)
         return super().__call__(tokens, positions, segment_ids, cache, images=images)
 
     def image_features(

@@ -14,7 +14,7 @@ from stack_train.models.decoder import Decoder
 from stack_train.models.family import DecoderFamily
 from stack_train.models.reader import ConfigMap, Reader
 from stack_train.models.weight_map import WeightRule
-from stack_train.vision.image_tokens import without_others
+from stack_train.vision.image_tokens import select_image_tokens
 
 __all__ = ["NestedFamily", "VisionConfigMap", "VisionDecoder"]
 
@@ -56,7 +56,7 @@ class VisionDecoder(Decoder):
             if self.image_token is None:
                 raise ArgumentError("The model has no image_token. Set model.image_token to the id of that token.")
             features = self.image_features(pixels, grids)
-            images = self.place(features, without_others(tokens, image_mask), positions, grids, self.image_token)
+            images = self.place(features, select_image_tokens(tokens, image_mask), positions, grids, self.image_token)
         tokens = self.embedded_tokens(tokens)
         return super().__call__(tokens, positions, segment_ids, cache, images=images, experts=experts)
 

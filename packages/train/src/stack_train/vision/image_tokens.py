@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stack_core.abi.models import ImageTokens
 
-__all__ = ["count_later", "place_features", "without_others"]
+__all__ = ["count_later", "place_features", "select_image_tokens"]
 
 
 def place_features(
@@ -44,8 +44,8 @@ def count_later(is_image: Bool[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     return jnp.where(is_image, ends - 1 - places, 0).astype(jnp.int32)
 
 
-def without_others(
+def select_image_tokens(
     tokens: Int[Array, "batch seq"], image_mask: Bool[Array, "batch seq"] | None
 ) -> Int[Array, "batch seq"]:
-    """Replaces tokens outside of `image_mask` by -1, because a sampled image token does not get features."""
+    """Replaces tokens outside of `image_mask` by -1, because sampled image tokens have no features."""
     return tokens if image_mask is None else jnp.where(image_mask, tokens, -1)

@@ -15,7 +15,18 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError, GenerationError
-from stack_core.text.images import ImageReader, ImageSize, ReadImage, SeesImages, data_of_url, take_images
+from stack_core.text.images import (
+    ImageReader,
+    ImageSize,
+    ReadImage,
+    SeesImages,
+    check_image_tokens,
+    join_images,
+    load_image,
+    resolve_url,
+    take_images,
+)
+from stack_core.text.packing import divide_row
 from stack_train.data.conversations import Conversation, Tokenization
 from stack_train.data.examples import fitting
 from stack_train.data.files import expand_glob
@@ -82,8 +93,7 @@ class ImageChatData:
                 "gemma3_vision, gemma4_vision, mistral3, pixtral, qwen2_5_vl, qwen3_vl or qwen3_vl_moe, or data of "
                 "kind chat."
             )
-        if missing := [f"model.{name}" for name, token in model.image_tokens_of_prompts.items() if token is None]:
-            raise ConfigError(f"Set {', '.join(missing)} to the ids of the tokenizer's tokens of images.")
+        check_image_tokens(model)
         check_positions(self.seq_tokens, model)
 
     def build(self, *, seed: int, model: Any) -> "ImageChatBatches":
@@ -122,8 +132,8 @@ class ImageChatData:
 
         def load(url: str) -> bytes:
             # Batches read the image again.
-            url = url if url.startswith("data:") else str(folder / Path(url).expanduser())
-            contents = _contents(url)
+            url = resolve_url(url, folder)
+            contents = load_image(url)
             digest.update(contents)
             try:
                 sizes.append(reader.measure(contents))
@@ -146,15 +156,6 @@ class ImageChatData:
 def _abbreviated(url: str) -> str:
     """Returns a URL for an error message: paths in full, only the beginning of data URLs."""
     return f"{url[:60]}..." if url.startswith("data:") else url
-
-
-def _contents(url: str) -> bytes:
-    if url.startswith("data:"):
-        return data_of_url(url)
-    try:
-        return Path(url).read_bytes()
-    except OSError as error:
-        raise GenerationError(f"{url} cannot be read: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -191,19 +192,10 @@ class ImageChatBatches(ChatBatches):
         self.fingerprint["data.row_images"] = row_images
 
     def _plan(self, chosen: Int64[np.ndarray, " chosen"]) -> list[Int64[np.ndarray, " in_row"]]:
-        return [part for row in super()._plan(chosen) for part in self._within(row)]
-
-    def _within(self, row: Int64[np.ndarray, " in_row"]) -> list[Int64[np.ndarray, " in_part"]]:
-        """Divides a row of conversations into rows that have at most `row_images` images."""
-        counts = [len(self._images_of(index)) for index in row.tolist()]
-        parts, images = list[list[int]]([[]]), 0
-        for index, count in zip(row.tolist(), counts, strict=True):
-            if images + count > self._row_images:
-                parts.append([])
-                images = 0
-            parts[-1].append(index)
-            images += count
-        return [np.asarray(part, np.int64) for part in parts]
+        parts: list[Int64[np.ndarray, " in_part"]] = []
+        for row in super()._plan(chosen):
+            parts += divide_row(row, [len(self._images_of(index)) for index in row.tolist()], self._row_images)
+        return parts
 
     def _rows(self, plan: Sequence[Any], rows: Int64[np.ndarray, " batch"]) -> dict[str, Any]:
         places = [
@@ -219,14 +211,14 @@ class ImageChatBatches(ChatBatches):
                 images[number].append(image)
         found = {name: np.zeros((len(rows), *array.shape), array.dtype) for name, array in self._arrays.items()}
         for number, row_images in enumerate(images):
-            for name, values in _row_arrays(row_images).items():
+            for name, values in join_images(row_images).items():
                 found[name][number, : len(values)] = values
         return {**super()._rows(plan, rows), **found}
 
     def _decoded(self, index: int, url: str, size: ImageSize) -> ReadImage:
         where = f"{self._examples[index].name}: {_abbreviated(url)}"
         try:
-            image = self._reader.read(_contents(url))
+            image = self._reader.read(load_image(url))
         except (DataError, GenerationError) as error:
             raise DataError(f"{where}: {error}") from error
         if self._reader.expansion(image.size) != self._reader.expansion(size):
@@ -242,14 +234,3 @@ class ImageChatBatches(ChatBatches):
     def _images_of(self, index: int) -> tuple[tuple[str, ImageSize], ...]:
         conversation: Any = self._examples[index]
         return conversation.images
-
-
-def _row_arrays(images: Sequence[ReadImage]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a row's images: pixels of equal images [images, ...], or packed patches and grids."""
-    if not images:
-        return {}
-    grids = [image.grid for image in images if image.grid is not None]
-    pixels = [image.pixels for image in images]
-    if not grids:
-        return {"pixels": np.stack(pixels)}
-    return {"pixels": np.concatenate(pixels), "grids": np.asarray(grids, np.int32)}

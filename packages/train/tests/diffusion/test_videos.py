@@ -87,7 +87,7 @@ def test_gif_webp_and_folders_are_read_frame_by_frame(tmp_path):
     settings = {"size": motions.SIDE, "channels": 1, "unreadable": "error", "source": "videos"}
     read = read_videos(find_videos(f"{tmp_path}/videos/*"), frames=motions.FRAMES, **settings)
     np.testing.assert_array_equal(read.pixels[..., 0], videos)
-    # Encoders join equal frames, and their durations tell how many there were.
+    # Encoders join equal frames and add up their durations.
     still = [Image.fromarray(videos[0][place]) for place in (0, 1, 1, 1, 2)]
     still[0].save(tmp_path / "still.gif", save_all=True, append_images=still[1:], duration=60)
     with Image.open(tmp_path / "still.gif") as image:

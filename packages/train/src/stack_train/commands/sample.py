@@ -82,8 +82,8 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     model = local_address(model)
     rows, columns = _sizes(grid or (f"1x{len(prompt)}" if prompt else "8x8"))
     pixels = None if size is None else _pixels(size)
-    if prompt and label:
-        raise ConfigError("Give --prompt or --label, not both: a model is conditioned on either texts or labels.")
+    influence = control_scale, control_start, control_end
+    _check_options(prompt, label, image, mask, control, influence)
     # These import JAX, which is too slow for `stack --help`.
     from stack_train.diffusion.grid import pillow
     from stack_train.diffusion.samplers import SamplerConfig
@@ -94,8 +94,6 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     given |= {"steps": steps, "eta": eta, "guidance_rescale": guidance_rescale}
     if strength is not None or image is not None:
         given["strength"] = (0.8 if mask is None else 1.0) if strength is None else strength
-    influence = control_scale, control_start, control_end
-    _check_images(image, mask, control, influence)
     # Checked before the model is read; the directory's scheduler may add settings.
     parse(SamplerConfig, {"guidance": 2.0, **given}, path="sampler")
     pillow()  # Raises now rather than after minutes of sampling if Pillow is not installed.
@@ -109,9 +107,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     controlled = None if control is None else _read_control(control, opened, *influence)
     config = opened.sampler.changed(given)
     places = range(rows * columns)
-    if label and (opened.encoders is not None or not opened.config.classes):
-        needed = "prompts: give --prompt" if opened.encoders is not None else "no labels: leave --label out"
-        raise GenerationError(f"The model takes {needed}.", parameter="label")
+    _check_label(label, opened)
     if prompt or opened.encoders is not None:
         prompts = [prompt[place % columns % len(prompt)] if prompt else "" for place in places]
         negative = None if negative_prompt is None else [negative_prompt] * len(prompts)
@@ -125,11 +121,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
             control=controlled,
         )
     else:
-        if embedded_guidance is not None:
-            raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
-        if negative_prompt is not None or start is not None or control is not None:
-            name = "negative_prompt" if negative_prompt is not None else "image" if control is None else "control"
-            raise GenerationError("The model takes neither prompts nor images to begin with.", parameter=name)
+        _check_unprompted(embedded_guidance, negative_prompt, start)
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [labels[place % columns % len(labels)] for place in places]
         images = opened.images(turns, config, seed=seed)
@@ -139,13 +131,37 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
         write_report(Path(model), parse_yaml(directory.config_yaml(), str(directory.config)))
 
 
-def _check_images(
-    image: Path | None, mask: Path | None, control: Path | None, influence: tuple[float, float, float]
+def _check_options(
+    prompt: tuple[str, ...],
+    label: tuple[int, ...],
+    image: Path | None,
+    mask: Path | None,
+    control: Path | None,
+    influence: tuple[float, float, float],
 ) -> None:
+    """Raises a ConfigError if an option needs or excludes another one."""
+    if prompt and label:
+        raise ConfigError("Give --prompt or --label, not both: a model is conditioned on either texts or labels.")
     if control is None and influence != (1.0, 0.0, 1.0):
         raise ConfigError("--control-scale, --control-start and --control-end are of a control image. Give --control.")
     if mask is not None and image is None:
         raise ConfigError("--mask chooses the part of an image that is made anew. Give --image.")
+
+
+def _check_label(label: tuple[int, ...], opened: Any) -> None:
+    if label and opened.encoders is not None:
+        raise GenerationError("The model takes prompts: give --prompt.", parameter="label")
+    if label and not opened.config.classes:
+        raise GenerationError("The model takes no labels: leave --label out.", parameter="label")
+
+
+def _check_unprompted(embedded_guidance: float | None, negative_prompt: str | None, start: Any) -> None:
+    """Raises a GenerationError for inputs that only models of prompts take."""
+    if embedded_guidance is not None:
+        raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
+    if negative_prompt is not None or start is not None:
+        name = "image" if negative_prompt is None else "negative_prompt"
+        raise GenerationError("The model takes neither prompts nor images to begin with.", parameter=name)
 
 
 def _default_path(model: str, step: int | None, label: tuple[int, ...], suffix: str) -> Path:

@@ -5,12 +5,11 @@ from pathlib import Path
 
 from stack_core.abi.errors import DataError
 from stack_core.text.json_records import parse_record
-from stack_train.data.files import read_text
+from stack_train.data.files import listing, read_text
 
 __all__ = ["METADATA", "captions_of"]
 
 METADATA = "metadata.jsonl"
-_NAMED = 10
 
 
 def captions_of(images: Sequence[str]) -> list[str]:
@@ -35,11 +34,9 @@ def captions_of(images: Sequence[str]) -> list[str]:
             missing.append(name)
         captions.append(caption.strip())
     if missing:
-        listing = "\n  ".join(missing[:_NAMED])
-        more = f"\n  and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise DataError(
-            f"{len(missing)} of {len(images)} images have no caption:\n  {listing}{more}\nWrite each into a .txt file "
-            f"of the image's name, or into {METADATA} in its folder."
+            f"{len(missing)} of {len(images)} images have no caption:\n  {listing(missing)}\nWrite each into a .txt "
+            f"file of the image's name, or into {METADATA} in its folder."
         )
     return captions
 

@@ -10,12 +10,12 @@ from pydantic import PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.errors import DataError
 from stack_core.abi.local_paths import local_path
+from stack_train.data.files import listing
 from stack_train.data.image_files import FileImages, ImageSize, image_sizes, read_images
 
 __all__ = ["ControlsConfig", "read_controls"]
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-_NAMED = 10
 
 
 @config
@@ -71,7 +71,8 @@ def _control_file(path: Path) -> Path | None:
 
 
 def _check_ratios(paths: Mapping[str, Path]) -> None:
-    originals, controls = image_sizes([Path(name) for name in paths]), image_sizes(list(paths.values()))
+    # Sorted like the glob, for which buckets have cached the sizes already.
+    originals, controls = image_sizes(sorted(map(Path, paths))), image_sizes(list(paths.values()))
     wrong: list[str] = []
     for name, path in paths.items():
         if str(path) not in controls:  # `read_images` reports this file
@@ -85,5 +86,4 @@ def _check_ratios(paths: Mapping[str, Path]) -> None:
 
 def _check(wrong: Sequence[str], problem: str) -> None:
     if wrong:
-        more = f"\n  and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise DataError(f"{len(wrong)} images {problem}:\n  " + "\n  ".join(wrong[:_NAMED]) + more)
+        raise DataError(f"{len(wrong)} images {problem}:\n  {listing(wrong)}")

@@ -24,7 +24,7 @@ __all__ = ["EncodedImages", "Latents", "encode_images", "encode_texts"]
 _FORMAT = 2
 _KEY_CHARACTERS = 32
 # The standard deviation of latents should be 1. Values outside of this range indicate a wrong scaling_factor.
-_LEAST_STD, _MOST_STD = 0.2, 5.0
+_MIN_STD, _MAX_STD = 0.2, 5.0
 _CHECKED_IMAGES = 256
 
 Latents = Literal["mean", "sample"]
@@ -167,7 +167,7 @@ def _check_scale(latents: Sequence[EncodedRows], encoders: Encoders) -> None:
     share = max(1, _CHECKED_IMAGES // len(latents))
     samples = [each.take("mean", np.arange(min(len(each), share))).ravel() for each in latents]
     std, scale = float(np.std(np.concatenate(samples))), encoders.autoencoder.config.scaling_factor
-    if _LEAST_STD <= std <= _MOST_STD:
+    if _MIN_STD <= std <= _MAX_STD:
         return
     if isinstance(scale, (int, float)):
         name, remedy = (

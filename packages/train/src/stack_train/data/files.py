@@ -9,7 +9,9 @@ from pathlib import Path
 from stack_core.abi.errors import DataError
 from stack_core.abi.local_paths import local_path
 
-__all__ = ["expand_glob", "matching", "read_text", "stat_digest"]
+__all__ = ["expand_glob", "listing", "matching", "read_text", "stat_digest"]
+
+_LISTED = 10
 
 
 def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
@@ -39,6 +41,12 @@ def matching(pattern: str) -> list[str]:
     """Returns the files and folders that match a glob, unsorted; the list may be empty."""
     # `Path.glob` does not support absolute patterns.
     return glob.glob(str(local_path(pattern)), recursive=True)  # noqa: PTH207
+
+
+def listing(lines: Sequence[str]) -> str:
+    """Returns the first ten lines, indented for a message, and the number of the others."""
+    more = f"\n  and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
+    return "\n  ".join(lines[:_LISTED]) + more
 
 
 def read_text(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from jaxtyping import UInt8
 from stack_core.abi.errors import DataError
 from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.cache import cached, digest_of
-from stack_train.data.files import stat_digest
+from stack_train.data.files import listing, stat_digest
 from stack_train.diffusion.grid import pillow, turn_upright, upright_size
 
 __all__ = [
@@ -23,18 +23,19 @@ __all__ = [
     "ImageScaling",
     "ImageSize",
     "OnUnreadable",
+    "cached_pixels",
+    "check_read",
     "crop_offset",
+    "decoder_errors",
     "image_sizes",
     "mode_of",
     "read_bucketed_images",
     "read_images",
-    "report_unreadable",
 ]
 
 _FORMAT = 2
 _FORMAT_OF_SIZES = 1
 _MODES = {1: "L", 3: "RGB"}
-_NAMED = 10
 _PIXELS, _FACTS = "pixels.npy", "facts.json"
 
 ImageSize = tuple[int, int]
@@ -121,8 +122,8 @@ def read_images(
     Raises:
       DataError: Pillow is not installed, a file cannot be read, or no file is an image.
     """
-    images = _read(files, size, _MODES[channels], scaling)
-    _check_read(images.unreadable, len(images.names), unreadable, source)
+    images = _read(files, size, channels, scaling)
+    check_read(images.unreadable, len(images.names), unreadable, source, kind="image")
     return images
 
 
@@ -147,9 +148,9 @@ def read_bucketed_images(
         if (original := originals.get(str(path))) is not None:
             nearest = int(np.argmin(np.abs(ratios - np.log(original[1] / original[0]))))
             files_of.setdefault(sizes[nearest], []).append(path)
-    found = {size: _read(files_of[size], size, _MODES[channels]) for size in sizes if size in files_of}
+    found = {size: _read(files_of[size], size, channels) for size in sizes if size in files_of}
     problems = [*problems, *(each for images in found.values() for each in images.unreadable)]
-    _check_read(problems, sum(len(images.names) for images in found.values()), unreadable, source)
+    check_read(problems, sum(len(images.names) for images in found.values()), unreadable, source, kind="image")
     return {
         size: replace(images, originals=[originals[name] for name in images.names])
         for size, images in found.items()
@@ -178,7 +179,7 @@ def _read_sizes(files: Sequence[Path]) -> tuple[Mapping[str, ImageSize], Sequenc
             try:
                 with image.open(path) as opened:  # reads only the head of the file
                     sizes[str(path)] = upright_size(opened)
-            except _decoder_errors() as error:
+            except decoder_errors() as error:
                 unreadable.append(f"{path}: {type(error).__name__}: {error}")
         (folder / _FACTS).write_text(json.dumps({"sizes": sizes, "unreadable": unreadable}), encoding="utf-8")
 
@@ -187,30 +188,43 @@ def _read_sizes(files: Sequence[Path]) -> tuple[Mapping[str, ImageSize], Sequenc
     return {name: (height, width) for name, (height, width) in facts["sizes"].items()}, facts["unreadable"]
 
 
-def _read(files: Sequence[Path], size: ImageSize, mode: str, scaling: ImageScaling = ImageScaling()) -> FileImages:
+def _read(files: Sequence[Path], size: ImageSize, channels: int, scaling: ImageScaling = ImageScaling()) -> FileImages:
+    mode = mode_of(channels)
+    # The default has the key of the folders that are cached already.
+    others = () if scaling == ImageScaling() else (scaling.resample, scaling.crop)
+    settings = digest_of(_FORMAT, size[0] if size[0] == size[1] else size, mode, *others)
+    entry = user_cache_dir() / "images" / stat_digest(((str(path), path) for path in files), [settings])
+    return cached_pixels(entry, _decoded(files, size, mode, scaling), shape=(len(files), *size, channels))
+
+
+def cached_pixels(
+    entry: Path, decoded: Iterable[tuple[Path, np.ndarray | str]], *, shape: tuple[int, ...]
+) -> FileImages:
+    """Decodes files into one array in the cache, unless it is there already, and maps the array into memory.
+
+    Args:
+      entry: folder of the array in the cache.
+      decoded: each file with its pixels, or with the reason why it cannot be read; not iterated if the entry exists.
+      shape: shape of the array if all files can be read.
+    """
+
     def build(folder: Path) -> None:
         names: list[str] = []
         unreadable: list[str] = []
-        channels = {name: number for number, name in _MODES.items()}[mode]
-        shape = (len(files), *size, channels)
         # Room for all files; rows of unreadable ones remain unused at the end and are cut off when the array is opened.
         pixels = np.lib.format.open_memmap(folder / _PIXELS, mode="w+", dtype=np.uint8, shape=shape)
-        for path, image in _decoded(files, size, mode, scaling):
-            if isinstance(image, str):
-                unreadable.append(f"{path}: {image}")
+        for path, found in decoded:
+            if isinstance(found, str):
+                unreadable.append(f"{path}: {found}")
             else:
-                pixels[len(names)] = image.reshape(shape[1:])
+                pixels[len(names)] = found.reshape(shape[1:])
                 names.append(str(path))
         pixels.flush()
         (folder / _FACTS).write_text(json.dumps({"names": names, "unreadable": unreadable}), encoding="utf-8")
 
-    # The default has the key of the folders that are cached already.
-    others = () if scaling == ImageScaling() else (scaling.resample, scaling.crop)
-    settings = digest_of(_FORMAT, size[0] if size[0] == size[1] else size, mode, *others)
-    digest = stat_digest(((str(path), path) for path in files), [settings])
-    entry = cached(user_cache_dir() / "images" / digest, build)
-    facts = json.loads((entry / _FACTS).read_text(encoding="utf-8"))
-    pixels = np.load(entry / _PIXELS, mmap_mode="r")
+    folder = cached(entry, build)
+    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    pixels = np.load(folder / _PIXELS, mmap_mode="r")
     return FileImages(pixels[: len(facts["names"])], facts["names"], facts["unreadable"])
 
 
@@ -224,7 +238,7 @@ def _decoded(
             with image.open(path) as opened:
                 # Converted first, because colors of a palette cannot be averaged by index.
                 yield path, np.asarray(scaling(turn_upright(opened).convert(mode), size))
-        except _decoder_errors() as error:
+        except decoder_errors() as error:
             yield path, f"{type(error).__name__}: {error}"
 
 
@@ -241,16 +255,9 @@ def _centre(original: tuple[int, int], size: ImageSize) -> tuple[int, int, int, 
     return left, top, left + part_width, top + part_height
 
 
-def _decoder_errors() -> tuple[type[Exception], ...]:
+def decoder_errors() -> tuple[type[Exception], ...]:
     """Returns the exceptions of Pillow's decoders."""
     return OSError, ValueError, SyntaxError, pillow().DecompressionBombError
-
-
-def _check_read(unreadable: Sequence[str], read: int, policy: OnUnreadable, source: str) -> None:
-    if unreadable:
-        report_unreadable(unreadable, read, policy)
-    if not read:
-        raise DataError(f"{source} holds no image. Point data.source at files with some.")
 
 
 def mode_of(channels: int) -> str:
@@ -258,11 +265,21 @@ def mode_of(channels: int) -> str:
     return _MODES[channels]
 
 
-def report_unreadable(unreadable: Sequence[str], read: int, policy: OnUnreadable, kind: str = "images") -> None:
-    """Raises an error or warns about files that cannot be read as images or as another kind."""
-    more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
-    listing = "\n  ".join(unreadable[:_NAMED]) + more
-    counted = f"{len(unreadable)} of {len(unreadable) + read} files cannot be read as {kind}"
-    if policy == "error":
-        raise DataError(f"{counted}:\n  {listing}\nRepair or remove them, or set data.unreadable to skip.")
-    warnings.warn(f"{counted}; they are skipped:\n  {listing}", stacklevel=4)
+def check_read(unreadable: Sequence[str], read: int, policy: OnUnreadable, source: str, *, kind: str) -> None:
+    """Raises an error or warns about unreadable files, by policy; raises an error if no file was read.
+
+    Args:
+      unreadable: files that could not be read, with the reason.
+      read: number of files that were read.
+      source: name of the files in messages.
+      kind: "image" or "video".
+    """
+    if unreadable:
+        counted = f"{len(unreadable)} of {len(unreadable) + read} files cannot be read as {kind}s"
+        if policy == "error":
+            raise DataError(
+                f"{counted}:\n  {listing(unreadable)}\nRepair or remove them, or set data.unreadable to skip."
+            )
+        warnings.warn(f"{counted}; they are skipped:\n  {listing(unreadable)}", stacklevel=3)
+    if not read:
+        raise DataError(f"{source} holds no {kind}. Point data.source at some.")

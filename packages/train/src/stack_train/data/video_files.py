@@ -1,6 +1,5 @@
 """Video files and folders of frames, cropped and scaled to squares of one size and cached."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,24 @@ import numpy as np
 
 from stack_core.abi.errors import DataError
 from stack_core.abi.user_cache import user_cache_dir
-from stack_train.data.cache import cached, digest_of
+from stack_train.data.cache import digest_of
 from stack_train.data.captions import METADATA
 from stack_train.data.files import matching, stat_digest
-from stack_train.data.image_files import FileImages, ImageScaling, OnUnreadable, mode_of, report_unreadable
+from stack_train.data.image_files import (
+    FileImages,
+    ImageScaling,
+    OnUnreadable,
+    cached_pixels,
+    check_read,
+    decoder_errors,
+    mode_of,
+)
 from stack_train.diffusion.grid import pillow, turn_upright
 
 __all__ = ["find_videos", "read_videos"]
 
 _FORMAT = 1
 _ANIMATIONS, _FRAME = (".gif", ".webp"), ".png"
-_PIXELS, _FACTS = "pixels.npy", "facts.json"
 
 
 def find_videos(pattern: str) -> tuple[Path, ...]:
@@ -70,33 +76,13 @@ def read_videos(
     Raises:
       DataError: Pillow is not installed, a video cannot be read or has fewer frames, or all are skipped.
     """
-
-    def build(folder: Path) -> None:
-        names: list[str] = []
-        reasons: list[str] = []
-        shape = (len(videos), frames, size, size, channels)
-        # Room for all videos; rows of unreadable ones remain unused at the end and are cut off afterwards.
-        pixels = np.lib.format.open_memmap(folder / _PIXELS, mode="w+", dtype=np.uint8, shape=shape)
-        for path in videos:
-            found = _frames_of(path, size, frames, mode_of(channels))
-            if isinstance(found, str):
-                reasons.append(f"{path}: {found}")
-            else:
-                pixels[len(names)] = found.reshape(shape[1:])
-                names.append(str(path))
-        pixels.flush()
-        (folder / _FACTS).write_text(json.dumps({"names": names, "unreadable": reasons}), encoding="utf-8")
-
     files = [each for path in videos for each in (_numbered(path) if path.is_dir() else [path])]
     digest = stat_digest(((str(path), path) for path in files), [digest_of(_FORMAT, size, frames, channels)])
-    entry = cached(user_cache_dir() / "videos" / digest_of(digest, [str(path) for path in videos]), build)
-    facts = json.loads((entry / _FACTS).read_text(encoding="utf-8"))
-    if facts["unreadable"]:
-        report_unreadable(facts["unreadable"], len(facts["names"]), unreadable, "videos")
-    if not facts["names"]:
-        raise DataError(f"{source} holds no video. Point data.source at some.")
-    pixels = np.load(entry / _PIXELS, mmap_mode="r")
-    return FileImages(pixels[: len(facts["names"])], facts["names"], facts["unreadable"])
+    entry = user_cache_dir() / "videos" / digest_of(digest, [str(path) for path in videos])
+    decoded = ((path, _frames_of(path, size, frames, mode_of(channels))) for path in videos)
+    read = cached_pixels(entry, decoded, shape=(len(videos), frames, size, size, channels))
+    check_read(read.unreadable, len(read.names), unreadable, source, kind="video")
+    return read
 
 
 def _numbered(folder: Path) -> list[Path]:
@@ -105,14 +91,14 @@ def _numbered(folder: Path) -> list[Path]:
 
 def _frames_of(path: Path, size: int, frames: int, mode: str) -> np.ndarray | str:
     """Returns the first frames of a video, or the reason why it cannot be read."""
-    image = pillow()
     found: list[np.ndarray] = []
+    errors = decoder_errors()
     try:
         for frame in _folder_frames(path) if path.is_dir() else _animation_frames(path):
             found.append(np.asarray(ImageScaling()(frame.convert(mode), (size, size))))
             if len(found) == frames:
                 return np.stack(found)
-    except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:  # of Pillow's decoders
+    except errors as error:
         return f"{type(error).__name__}: {error}"
     return f"it has {len(found)} frames, and the model reads {frames}. Lower model.frames, or give a longer video"
 

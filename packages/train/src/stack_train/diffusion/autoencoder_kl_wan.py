@@ -1,7 +1,7 @@
 """AutoencoderKLWan: videos to latents, an eighth as high and wide, one for the first frame and one per four others.
 
 It is equivalent to diffusers' `AutoencoderKLWan` for Wan 2.1. No frame depends on later frames, so a video can be
-encoded and decoded in chunks of frames (see `Past`), with the same result.
+encoded and decoded in chunks of frames (see `FrameCache`), with the same result.
 
 Source: Wan Team, Wan: Open and Advanced Large-Scale Video Generative Models, 2025 (arXiv:2503.20314).
 """
@@ -21,7 +21,14 @@ from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.autoencoder_kl import clipped_log_variance
 from stack_train.diffusion.components import Component
-from stack_train.diffusion.convolution import CausalConvolution, ChannelNorm, Convolution, Features, Past, VideoFeatures
+from stack_train.diffusion.convolution import (
+    CausalConvolution,
+    ChannelNorm,
+    Convolution,
+    Features,
+    FrameCache,
+    VideoFeatures,
+)
 from stack_train.models.reader import Reader, Setting
 from stack_train.nn.linear import FloatName
 
@@ -178,10 +185,10 @@ class ResidualBlock(nnx.Module):
         self.norm2, self.conv2 = build.norm(width), build.causal((width, width))
         self.conv_shortcut = build.causal((channels, width), frames=1, side=1) if channels != width else None
 
-    def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
-        y = self.conv1(jax.nn.silu(self.norm1(x)), past)
-        y = self.conv2(jax.nn.silu(self.norm2(y)), past)
-        return y + (x if self.conv_shortcut is None else self.conv_shortcut(x, past))
+    def __call__(self, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
+        y = self.conv1(jax.nn.silu(self.norm1(x)), cache)
+        y = self.conv2(jax.nn.silu(self.norm2(y)), cache)
+        return y + (x if self.conv_shortcut is None else self.conv_shortcut(x, cache))
 
 
 class FrameAttention(nnx.Module):
@@ -210,8 +217,8 @@ class MiddleBlock(nnx.Module):
         self.resnets = nnx.List([ResidualBlock(build, width, width) for _ in range(2)])
         self.attentions = nnx.List([FrameAttention(build, width)])
 
-    def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
-        return self.resnets[1](self.attentions[0](self.resnets[0](x, past)), past)
+    def __call__(self, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
+        return self.resnets[1](self.attentions[0](self.resnets[0](x, cache)), cache)
 
 
 class Downsample(nnx.Module):
@@ -221,15 +228,15 @@ class Downsample(nnx.Module):
         self.resample = build.convolution((width, width), stride=2)
         self.time_conv = build.causal((width, width), side=1) if halves_frames else None
 
-    def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
+    def __call__(self, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
         x = _frame_by_frame(self.resample, x)
         if self.time_conv is None:
             return x
-        joined = past.exchange(x, 1)
-        if not past.is_first:
-            return self.time_conv.inside(joined, 2)
+        joined = cache.prepend(x, 1)
+        if not cache.is_first:
+            return self.time_conv.convolve(joined, 2)
         # The first frame is not convolved, but the second output depends on it.
-        return jnp.concatenate([x[:, :1], self.time_conv.inside(x, 2)], axis=1) if x.shape[1] > 1 else x
+        return jnp.concatenate([x[:, :1], self.time_conv.convolve(x, 2)], axis=1) if x.shape[1] > 1 else x
 
 
 class Upsample(nnx.Module):
@@ -239,22 +246,22 @@ class Upsample(nnx.Module):
         self.resample = build.convolution((width, width // 2))
         self.time_conv = build.causal((width, 2 * width), side=1) if doubles_frames else None
 
-    def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
+    def __call__(self, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
         if self.time_conv is not None:
             # The first frame is not convolved, and the following frames are independent.
-            first, others = jnp.split(x, [int(past.is_first)], axis=1)
-            x = jnp.concatenate([first, self._doubled(self.time_conv, others, past)], axis=1)
+            first, others = jnp.split(x, [int(cache.is_first)], axis=1)
+            x = jnp.concatenate([first, self._doubled(self.time_conv, others, cache)], axis=1)
         # Nearest-neighbour upsampling, then a convolution: this avoids the checkerboard of transposed convolutions.
         return _frame_by_frame(self.resample, x.repeat(2, axis=2).repeat(2, axis=3))
 
     @staticmethod
-    def _doubled(time_conv: CausalConvolution, x: VideoFeatures, past: Past) -> VideoFeatures:
+    def _doubled(time_conv: CausalConvolution, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
         """Makes two frames of each."""
         if not x.shape[1]:
-            past.exchange(x, 2)
+            cache.prepend(x, 2)
             return x
         # [batch, frames, height, width, 2 channels], whose halves are consecutive frames.
-        pairs = jnp.stack(jnp.split(time_conv(x, past), 2, axis=-1), axis=2)
+        pairs = jnp.stack(jnp.split(time_conv(x, cache), 2, axis=-1), axis=2)
         return pairs.reshape(x.shape[0], -1, *x.shape[2:])
 
 
@@ -267,9 +274,9 @@ class Level(nnx.Module):
         ups = [] if doubles_frames is None else [Upsample(build, width, doubles_frames=doubles_frames)]
         self.upsamplers = nnx.List(ups)
 
-    def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
+    def __call__(self, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
         for layer in (*self.resnets, *self.upsamplers):
-            x = layer(x, past)
+            x = layer(x, cache)
         return x
 
 
@@ -294,11 +301,11 @@ class Encoder(nnx.Module):
         # Means and log-variances.
         self.conv_out = build.causal((widths[-1], 2 * config.latent_channels))
 
-    def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
-        x = self.conv_in(x, past)
+    def __call__(self, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
+        x = self.conv_in(x, cache)
         for block in self.down_blocks:
-            x = block(x, past)
-        return self.conv_out(jax.nn.silu(self.norm_out(self.mid_block(x, past))), past)
+            x = block(x, cache)
+        return self.conv_out(jax.nn.silu(self.norm_out(self.mid_block(x, cache))), cache)
 
 
 class Decoder(nnx.Module):
@@ -317,11 +324,11 @@ class Decoder(nnx.Module):
         self.norm_out = build.norm(widths[-1])
         self.conv_out = build.causal((widths[-1], config.channels))
 
-    def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
-        x = self.mid_block(self.conv_in(x, past), past)
+    def __call__(self, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
+        x = self.mid_block(self.conv_in(x, cache), cache)
         for level in self.up_blocks:
-            x = level(x, past)
-        return self.conv_out(jax.nn.silu(self.norm_out(x)), past)
+            x = level(x, cache)
+        return self.conv_out(jax.nn.silu(self.norm_out(x)), cache)
 
 
 class AutoencoderKlWan(nnx.Module):
@@ -344,8 +351,10 @@ class AutoencoderKlWan(nnx.Module):
         """
         self.config.check_video(*images.shape[1:4])
         x = images.astype(self.config.dtype)
-        encoded = _by_chunks(self.encoder, x, self.config.frames_per_latent) if by_chunks else self.encoder(x, Past())
-        moments = self.quant_conv.inside(encoded)
+        encoded = (
+            _by_chunks(self.encoder, x, self.config.frames_per_latent) if by_chunks else self.encoder(x, FrameCache())
+        )
+        moments = self.quant_conv.convolve(encoded)
         mean, log_variance = jnp.split(moments.astype(jnp.float32), 2, axis=-1)
         return mean, clipped_log_variance(log_variance)
 
@@ -354,8 +363,8 @@ class AutoencoderKlWan(nnx.Module):
         return jnp.clip(self._decoded(latents, by_chunks=by_chunks), -1.0, 1.0)
 
     def _decoded(self, latents: Latents, *, by_chunks: bool) -> Videos:
-        x = self.post_quant_conv.inside(latents.astype(self.config.dtype))
-        return (_by_chunks(self.decoder, x, 1) if by_chunks else self.decoder(x, Past())).astype(jnp.float32)
+        x = self.post_quant_conv.convolve(latents.astype(self.config.dtype))
+        return (_by_chunks(self.decoder, x, 1) if by_chunks else self.decoder(x, FrameCache())).astype(jnp.float32)
 
     def __call__(self, images: Videos, *, key: jax.Array) -> tuple[Videos, Latents, Latents]:
         """Returns the videos decoded from sampled latents, and the means and log-variances of the latents."""
@@ -386,20 +395,22 @@ class AutoencoderKlWan(nnx.Module):
         return self.decode(latents, by_chunks=True)
 
 
-def _by_chunks(layers: Callable[[VideoFeatures, Past], VideoFeatures], x: VideoFeatures, frames: int) -> VideoFeatures:
+def _by_chunks(
+    layers: Callable[[VideoFeatures, FrameCache], VideoFeatures], x: VideoFeatures, frames: int
+) -> VideoFeatures:
     """Applies causal layers to the first frame of a video, then to `frames` after `frames`."""
-    past = Past()
-    first = layers(x[:, :1], past)
+    cache = FrameCache()
+    first = layers(x[:, :1], cache)
     if x.shape[1] == 1:
         return first
     chunks = jnp.moveaxis(x[:, 1:].reshape(x.shape[0], -1, frames, *x.shape[2:]), 1, 0)
 
     def step(before: list[Array], chunk: VideoFeatures) -> tuple[list[Array], VideoFeatures]:
-        past = Past(before)
-        y = layers(chunk, past)
-        return past.kept, y
+        cache = FrameCache(before)
+        y = layers(chunk, cache)
+        return cache.stored, y
 
-    _, others = jax.lax.scan(step, past.kept, chunks)
+    _, others = jax.lax.scan(step, cache.stored, chunks)
     # [chunks, batch, frames, height, width, channels]
     others = jnp.moveaxis(others, 0, 1)
     return jnp.concatenate([first, others.reshape(x.shape[0], -1, *others.shape[3:])], axis=1)

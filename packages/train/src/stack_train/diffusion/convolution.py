@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from stack_train.nn.linear import FloatName
 
-__all__ = ["CausalConvolution", "ChannelNorm", "Convolution", "Features", "GroupNorm", "Past", "VideoFeatures"]
+__all__ = ["CausalConvolution", "ChannelNorm", "Convolution", "Features", "FrameCache", "GroupNorm", "VideoFeatures"]
 
 Features = Float[Array, "batch _ _ _"]
 """[batch, height, width, channels], of which layers change all but the first."""
@@ -96,23 +96,23 @@ class ChannelNorm(nnx.Module):
         return (wide * jax.lax.rsqrt(squared) * math.sqrt(x.shape[-1]) * gamma).astype(x.dtype)
 
 
-class Past:
+class FrameCache:
     """Last input frames of causal layers before a chunk of a video, in the order of their calls.
 
     Attributes:
       is_first: True for the first chunk, without earlier frames.
-      kept: frames for the next chunk.
+      stored: frames for the next chunk.
     """
 
     def __init__(self, frames: Sequence[Array] | None = None) -> None:
-        self.is_first, self.kept = frames is None, list[Array]()
+        self.is_first, self.stored = frames is None, list[Array]()
         self._frames = iter(frames or ())
 
-    def exchange(self, x: VideoFeatures, frames: int) -> VideoFeatures:
-        """Returns x after the frames of the previous chunk, zeros before the first; keeps the last frames of both."""
+    def prepend(self, x: VideoFeatures, frames: int) -> VideoFeatures:
+        """Returns x after the last frames of the previous chunk, or zeros; stores the last frames of the result."""
         before = jnp.zeros((x.shape[0], frames, *x.shape[2:]), x.dtype) if self.is_first else next(self._frames)
         joined = jnp.concatenate([before, x], axis=1)
-        self.kept.append(joined[:, joined.shape[1] - frames :])
+        self.stored.append(joined[:, joined.shape[1] - frames :])
         return joined
 
 
@@ -130,12 +130,12 @@ class CausalConvolution(nnx.Module):
         self.kernel = nnx.Param(values.astype(param_dtype), logical_axes=(None,) * 5)
         self.bias = nnx.Param(jnp.zeros(channels[1:], param_dtype), logical_axes=(None,))
 
-    def __call__(self, x: VideoFeatures, past: Past) -> VideoFeatures:
+    def __call__(self, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
         """Convolves a chunk of a video after the frames of the previous chunk."""
         frames = self.kernel.shape[0] - 1
-        return self.inside(past.exchange(x, frames) if frames else x)
+        return self.convolve(cache.prepend(x, frames) if frames else x)
 
-    def inside(self, x: VideoFeatures, stride: int = 1) -> VideoFeatures:
+    def convolve(self, x: VideoFeatures, stride: int = 1) -> VideoFeatures:
         """Convolves frames that have all their earlier frames in x; each output is `stride` frames after the last."""
         padding = self.kernel.shape[1] // 2
         y = jax.lax.conv_general_dilated(

@@ -48,7 +48,7 @@ def test_grey_models_get_grey_images_and_the_cache_is_read_again(folder, monkeyp
     grey = DitConfig(image_size=4, channels=1, classes=0, layers=1, heads=1, head_dim=4)
     first = next(data(folder).build(seed=0, model=grey).train_iterator())
     assert first["images"].shape == (8, 4, 4, 1) and "labels" not in first
-    monkeypatch.setattr("stack_train.data.image_files._decoded", None)
+    monkeypatch.setattr("stack_train.data.image_files.turn_upright", None)
     again = next(data(folder).build(seed=0, model=grey).train_iterator())
     np.testing.assert_array_equal(first["images"], again["images"])
 

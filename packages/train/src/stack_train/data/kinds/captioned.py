@@ -134,7 +134,15 @@ class CaptionedData(ImageSettings):
           ConversionError: `pipeline` lacks an encoder, or an encoder does not fit the model.
           ConfigError: the sizes of `buckets` do not fit the autoencoder or the model.
         """
-        return encoded_batches(self, self._read_files, seed=seed, model=model, controls=self.controls)
+        return encoded_batches(
+            self,
+            self._read_files,
+            seed=seed,
+            model=model,
+            latents=self.latents,
+            buckets=self.buckets,
+            controls=self.controls,
+        )
 
     def _read_files(self, encoders: Encoders, model: Any) -> dict[ImageSize, FileImages]:
         """Reads the images of each bucket, or squares without buckets."""
@@ -175,14 +183,16 @@ def encoded_batches(
     *,
     seed: int,
     model: Any,
+    latents: Latents = "mean",
+    buckets: BucketsConfig | None = None,
     controls: ControlsConfig | None = None,
 ) -> "CaptionedBatches":
     """Encodes images or videos and their captions with `settings.encoders`; see `CaptionedData.build`.
 
     Args:
-      settings: section `data`, with `encoders`, `encoded_at_once` and perhaps `latents` and `buckets`.
+      settings: section `data`, an `ImageSettings` with `source`, `encoders` and `encoded_at_once`.
       read_files: reads the pixels of each size, given the encoders and the model.
-      controls: control images of a ControlNet, if any.
+      latents, buckets, controls: see `CaptionedData`.
     """
     directory, at_once = Path((settings.encoders or "").removeprefix("hf:")).expanduser(), settings.encoded_at_once
     encoders = open_encoders(directory, text_tokens=model.text_tokens, text_dim=model.text_dim)
@@ -194,13 +204,13 @@ def encoded_batches(
     captions = captions_of(names)
     identity = EncoderIdentity.of(encoders, model.text_tokens)
     # First the latents, whose scale is checked: encoding the captions can take much longer.
-    latents, keys = encode_images(encoders, [each.pixels for each in images], _latents_of(settings), at_once)
+    encoded_latents, keys = encode_images(encoders, [each.pixels for each in images], latents, at_once)
     distinct = sorted(set(captions))
     rows = {caption: row for row, caption in enumerate(distinct)}
     text_sizes = _text_sizes(encoders, model.text_tokens)
     counts = [len(each.names) for each in images]
     encoded = EncodedImages(
-        latents=latents,
+        latents=encoded_latents,
         bucket_of=np.repeat(np.arange(len(counts)), counts).astype(np.int64),
         row_of=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
         texts=encode_texts(encoders, distinct, text_sizes, at_once),
@@ -218,12 +228,16 @@ def encoded_batches(
     shapes = [
         {**spec, **{name: _resized(spec[name], size, factor) for name, factor in factors.items()}} for size in sizes
     ]
-    return CaptionedBatches(settings, encoded, seed=seed, identity=identity, sizes=sizes, batch_shapes=shapes)
-
-
-def _latents_of(settings: Any) -> Latents:
-    """Returns the setting `latents`, or "mean" for data that lack it."""
-    return getattr(settings, "latents", "mean")
+    return CaptionedBatches(
+        settings,
+        encoded,
+        seed=seed,
+        identity=identity,
+        latents=latents,
+        buckets=buckets,
+        sizes=sizes,
+        batch_shapes=shapes,
+    )
 
 
 def _check_controls(controls: ControlsConfig | None, encoders: Encoders) -> None:
@@ -328,18 +342,19 @@ class CaptionedBatches(ImageBatches):
 
     def __init__(
         self,
-        settings: Any,
+        settings: ImageSettings,
         images: EncodedImages,
         *,
         seed: int,
         identity: EncoderIdentity,
-        sizes: Sequence[ImageSize] = (),
-        batch_shapes: Sequence[Shapes] = (),
+        latents: Latents,
+        buckets: BucketsConfig | None,
+        sizes: Sequence[ImageSize],
+        batch_shapes: Sequence[Shapes],
     ) -> None:
-        buckets: BucketsConfig | None = getattr(settings, "buckets", None)
         super().__init__(settings, images, seed=seed, bucket_of=None if buckets is None else images.bucket_of)
         self._identity, self.batch_shapes = identity, batch_shapes
-        self._fingerprint |= {"data.latents": _latents_of(settings)}
+        self._fingerprint |= {"data.latents": latents}
         if buckets is not None:
             check_buckets(sizes, images.bucket_of[self.training], settings.batch_size, buckets)
             self._fingerprint |= {"data.buckets": [list(size) for size in sizes]}

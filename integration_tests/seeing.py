@@ -1,4 +1,4 @@
-"""A tiny Gemma 3 and a tiny Qwen3-VL with a tokenizer of words, for tests of serving images."""
+"""Tiny language models with images and a tokenizer of words, for tests."""
 
 import base64
 import io
@@ -13,7 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stack_core.abi.plugins import registries
 from stack_train.models.gemma3_vision import Gemma3VisionConfig
+from stack_train.models.gemma4_vision import Gemma4VisionConfig
+from stack_train.models.mistral3 import Mistral3Config
+from stack_train.models.qwen2_5_vl import Qwen25VLConfig
 from stack_train.models.qwen3_vl import Qwen3VLConfig
+from stack_train.vision.gemma4_tower import Gemma4TowerConfig
+from stack_train.vision.pixtral_tower import PixtralTowerConfig
+from stack_train.vision.qwen2_5_tower import Qwen25TowerConfig
 from stack_train.vision.qwen_tower import QwenTowerConfig
 from stack_train.vision.siglip import SiglipConfig
 
@@ -67,7 +73,7 @@ def make_config(**changes: Any) -> Gemma3VisionConfig:
 
 
 def make_grid_config(kind: Any = Qwen3VLConfig, **changes: Any) -> Any:
-    """Returns the config of a Qwen3-VL or another Qwen-VL, whose images have up to 16 tokens."""
+    """Returns the config of a Qwen-VL, by default Qwen3-VL, whose images have up to 16 tokens."""
     fields: dict[str, Any] = {
         "vocab_size": make_config().vocab_size,
         "embed": 32,
@@ -87,7 +93,59 @@ def make_grid_config(kind: Any = Qwen3VLConfig, **changes: Any) -> Any:
     return kind(**{**fields, **changes})
 
 
-def make_model(config: Gemma3VisionConfig | Qwen3VLConfig) -> Any:
+def make_windowed_config(**changes: Any) -> Qwen25VLConfig:
+    """Returns the config of a Qwen2.5-VL with a layer of windows in its tower."""
+    tower = Qwen25TowerConfig(embed=24, heads=2, mlp=48, layers=2, patch=3, window=12, full_layers=(1,))
+    return make_grid_config(Qwen25VLConfig, **{"vision": tower, **changes})
+
+
+def make_row_config(**changes: Any) -> Mistral3Config:
+    """Returns the config of a Mistral 3, whose images have a token of text after each row: "?", and "!" at the end."""
+    fields: dict[str, Any] = {
+        "vocab_size": make_config().vocab_size,
+        "embed": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "mlp": 64,
+        "layers": 1,
+        "max_positions": 96,
+        "dtype": "float32",
+        "image_token": 4,
+        "image_break": " ? ",
+        "image_end": " ! ",
+        "longest_edge": 24,
+        "vision": PixtralTowerConfig(embed=24, heads=2, mlp=48, layers=1, patch=3),
+    }
+    return Mistral3Config(**{**fields, **changes})
+
+
+def make_gemma4_config(**changes: Any) -> Gemma4VisionConfig:
+    """Returns the config of a Gemma 4, whose images have up to 70 tokens."""
+    fields: dict[str, Any] = {
+        "vocab_size": make_config().vocab_size,
+        "embed": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "mlp": 64,
+        "layers": 4,
+        "global_layers": (1, 3),
+        "shared_layers": 2,
+        "per_layer_input": 6,
+        "window": 6,
+        "max_positions": 160,
+        "dtype": "float32",
+        "image_begin": 3,
+        "image_token": 4,
+        "image_end": 5,
+        "max_image_tokens": 70,
+        "vision": Gemma4TowerConfig(embed=24, heads=2, head_dim=12, mlp=48, layers=1, patch=3, merge=2, positions=140),
+    }
+    return Gemma4VisionConfig(**{**fields, **changes})
+
+
+def make_model(config: Any) -> Any:
     return jax.jit(lambda: registries.models[config.name].build(config, key=jax.random.key(0)))()
 
 

@@ -10,10 +10,8 @@ from stack_core.abi.generation import SamplingParams
 from stack_quant.model import quantize_model
 from stack_serve.llm.language_model import LLM
 from stack_train.generation.generative import generative_checkpoint
-from stack_train.models.gemma4_vision import Gemma4VisionConfig
-from stack_train.vision.gemma4_tower import Gemma4TowerConfig
 
-from .seeing import TEMPLATE, make_config, make_model, png, question, write_tokenizer
+from .seeing import TEMPLATE, make_gemma4_config, make_model, png, question, write_tokenizer
 
 BEGIN, IMAGE, END = 3, 4, 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={IMAGE: -1e4})
@@ -38,28 +36,7 @@ CONVERSATIONS = [
 
 def make_checkpoint(directory, two_way_images, *, quantized=False):
     write_tokenizer(directory, TEMPLATE.replace("<img> ", "<pix> "))
-    config = Gemma4VisionConfig(
-        vocab_size=make_config().vocab_size,
-        embed=32,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        mlp=64,
-        layers=4,
-        global_layers=(1, 3),
-        shared_layers=2,
-        per_layer_input=6,
-        window=6,
-        max_positions=SEQ,
-        dtype="float32",
-        initializer_std=0.3,
-        image_begin=BEGIN,
-        image_token=IMAGE,
-        image_end=END,
-        max_image_tokens=70,
-        two_way_images=two_way_images,
-        vision=Gemma4TowerConfig(embed=24, heads=2, head_dim=12, mlp=48, layers=1, patch=3, merge=2, positions=140),
-    )
+    config = make_gemma4_config(initializer_std=0.3, two_way_images=two_way_images)
     model = make_model(config)
     if quantized:
         sample = {name: jnp.zeros((1, 8), jnp.int32) for name in ("tokens", "positions")}

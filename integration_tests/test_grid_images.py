@@ -29,10 +29,17 @@ from stack_serve.openai.lifecycle import OpenAIApp
 from stack_serve.openai.schemas import ChatBody, TokenizeChatBody
 from stack_serve.openai.service import Service
 from stack_train.generation.generative import generative_checkpoint
-from stack_train.models.qwen2_5_vl import Qwen25VLConfig
-from stack_train.vision.qwen2_5_tower import Qwen25TowerConfig
 
-from .seeing import GRID_TEMPLATE, data_url, make_grid_config, make_model, png, question, write_tokenizer
+from .seeing import (
+    GRID_TEMPLATE,
+    data_url,
+    make_grid_config,
+    make_model,
+    make_windowed_config,
+    png,
+    question,
+    write_tokenizer,
+)
 
 # A model does not write image tokens.
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={4: -1e4})
@@ -132,8 +139,7 @@ def test_answers_are_those_of_the_model_without_pages(llm, checkpoint, whole):
 @pytest.mark.parametrize("rules", ["float", "w8a8"])
 def test_answers_of_a_tower_with_windows_are_those_of_the_model_without_pages(rules, tmp_path):
     write_tokenizer(tmp_path, GRID_TEMPLATE)
-    tower = Qwen25TowerConfig(embed=24, heads=2, mlp=48, layers=2, patch=3, window=12, full_layers=(1,))
-    config = make_grid_config(Qwen25VLConfig, initializer_std=0.5, vision=tower)
+    config = make_windowed_config(initializer_std=0.5)
     model = make_model(config)
     if rules == "w8a8":
         sample = {name: jnp.zeros((1, 64), jnp.int32) for name in ("tokens", "positions")}

@@ -16,15 +16,34 @@ from stack_train import RunConfig, build
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.generation.generative import generative_checkpoint
 from stack_train.generation.static_engine import StaticEngine
-from stack_train.run.program import build_program
 from stack_train.run.resolve import parse_run
 from stack_train.run.train import start as start_run
 from stack_train.run.train import train
+from stack_train.variables.model_variables import stored_values
 
-from .seeing import GRID_TEMPLATE, TEMPLATE, make_config, make_grid_config, make_model, png, question, write_tokenizer
+from .seeing import (
+    GRID_TEMPLATE,
+    TEMPLATE,
+    make_config,
+    make_gemma4_config,
+    make_grid_config,
+    make_model,
+    make_row_config,
+    make_windowed_config,
+    png,
+    question,
+    write_tokenizer,
+)
 
 # Of 24 tokens, these models often sample the image token, 4, which has no features in an answer.
-FAMILIES = {"gemma3_vision": (make_config, TEMPLATE), "qwen3_vl": (make_grid_config, GRID_TEMPLATE)}
+PLAIN_TEMPLATE = TEMPLATE.replace("<img> ", "<pix> ")
+FAMILIES = {
+    "gemma3_vision": (make_config, TEMPLATE),
+    "gemma4_vision": (make_gemma4_config, PLAIN_TEMPLATE),
+    "mistral3": (make_row_config, PLAIN_TEMPLATE),
+    "qwen2_5_vl": (make_windowed_config, GRID_TEMPLATE),
+    "qwen3_vl": (make_grid_config, GRID_TEMPLATE),
+}
 OPTIMIZER = {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.0, "schedule": {"decay": "constant"}}
 
 
@@ -44,11 +63,11 @@ def start(tmp_path_factory):
             return directory
         make, template = FAMILIES[family]
         write_tokenizer(directory / "tokenizer", template)
-        mapping = {"output": str(directory), "model": to_mapping(make(initializer_std=0.3)), "run": {"steps": 1}}
+        model = make(initializer_std=0.3)
+        mapping = {"output": str(directory), "model": to_mapping(model), "run": {"steps": 1}}
         config = parse(RunConfig, {**mapping, "data": {"name": "text", "source": "stdlib"}})
-        params = build_program(config).init(key=jax.random.key(0)).params
         with CheckpointStore(directory / "checkpoints") as store:
-            store.save_weights(named_leaves(params).items(), to_yaml(config))
+            store.save_weights(named_leaves(stored_values(make_model(model))).items(), to_yaml(config))
         (directory / "config.yaml").write_text(to_yaml(config))
         return directory
 
@@ -146,11 +165,20 @@ def test_a_packed_run_with_images_resumes_bitwise(start, tmp_path):
 
 
 @pytest.mark.slow  # a run each; the test above has the engine that most families share
-@pytest.mark.parametrize(("family", "engine"), [("gemma3_vision", "llm"), ("qwen3_vl", "static"), ("qwen3_vl", "llm")])
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [
+        (family, engine)
+        for family in FAMILIES
+        for engine in ("static", "llm")
+        if (family, engine) != ("gemma3_vision", "static")
+    ],
+)
 def test_engines_and_families_agree_with_the_trainer_and_a_frozen_tower_stays(start, tmp_path, family, engine):
     environment, first = write_prompts(tmp_path / "prompts"), start(family)
     frozen = {"optimizer": {**OPTIMIZER, "groups": {"vision": {"frozen": True}}}}
-    data = {"engine": engine, "row_images": 2}
+    # An image of Gemma 4 has up to 70 tokens.
+    data = {"engine": engine, "row_images": 2, **({"seq_tokens": 160} if family == "gemma4_vision" else {})}
     run = build(config(tmp_path / "run", first, environment, data=data, **frozen))
     batches = keep_batches(run)
     start_run(run)

@@ -8,10 +8,8 @@ import pytest
 from stack_core.abi.generation import SamplingParams
 from stack_serve.llm.language_model import LLM
 from stack_train.generation.generative import generative_checkpoint
-from stack_train.models.mistral3 import Mistral3Config
-from stack_train.vision.pixtral_tower import PixtralTowerConfig
 
-from .seeing import TEMPLATE, make_config, make_model, png, question, write_tokenizer
+from .seeing import TEMPLATE, make_model, make_row_config, png, question, write_tokenizer
 
 # "?" and "!" stand for the tokens after rows and images, and <pix> for the tokens of an image.
 IMAGE, BREAK, END = 4, 8, 9
@@ -32,23 +30,7 @@ def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("rows")
     # Images follow each other without text.
     write_tokenizer(directory, TEMPLATE.replace("<img> ", "<pix> "))
-    config = Mistral3Config(
-        vocab_size=make_config().vocab_size,
-        embed=32,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        mlp=64,
-        layers=1,
-        max_positions=96,
-        dtype="float32",
-        initializer_std=0.5,
-        image_token=IMAGE,
-        image_break=" ? ",
-        image_end=" ! ",
-        longest_edge=24,
-        vision=PixtralTowerConfig(embed=24, heads=2, mlp=48, layers=1, patch=3),
-    )
+    config = make_row_config(initializer_std=0.5)
     return generative_checkpoint(make_model(config), config, name="eyes", tokenizer=directory, origin=None)
 
 

@@ -12,7 +12,7 @@ from stack_rl.experience import batch_of, batch_shapes, credited, update_batch
 from stack_rl.math.weights import WEIGHTS
 from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.packing import PackedRows, row_counts
-from stack_rl.rollouts import RolloutBatches
+from stack_rl.rollout_batches import RolloutBatches
 from stack_train import build, start
 from stack_train.run.placing import shard_batch
 from stack_train.run.program import build_program

@@ -20,7 +20,7 @@ import numpy as np
 from stack_core.abi.config import config
 from stack_core.abi.generation import GenerationUpdate, TokenLogprob
 from stack_core.runtime.processes import join
-from stack_rl import rollouts
+from stack_rl import rollout_batches, rollouts
 from stack_rl.contracts import Observation, StepResult
 from stack_rl.objectives.presets import DrGRPOConfig
 
@@ -160,7 +160,7 @@ def run(directory, staleness, moment, refill_rounds, replay_groups, minibatches,
     processes = join(formation)
     if moment != "never":
         die_at(moment if moment.startswith("stack_") else f"{__name__}:{moment}")
-    rollouts.registries = SimpleNamespace(engines={"static": Engine})
+    rollout_batches.registries = SimpleNamespace(engines={"static": Engine})
     # With replay, the first checkpoint has stored groups, and the steps after it need them.
     seed = 1 if replay_groups else 0
     sizes = {"groups": 2, "group_size": 3 if replay_groups else 2, "seq_tokens": 8}

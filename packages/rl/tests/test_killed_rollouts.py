@@ -13,7 +13,7 @@ from .rollouts_child import run
 
 # Each process begins as a copy of one that has imported these modules, which takes most of the time of a short run.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["jax.numpy", "stack_rl.rollouts", "stack_rl.objectives.presets"])
+PROCESSES.set_forkserver_preload(["jax.numpy", "stack_rl.rollout_batches", "stack_rl.objectives.presets"])
 EARLY = (
     "stack_rl.rollout_journal:RolloutJournal.add:after:2",
     "Training.save:after:1",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_rl import rollouts
+from stack_rl import rollout_batches
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.groups import Group, Ledger
 from stack_rl.objectives.presets import DrGRPOConfig
@@ -212,7 +212,7 @@ def test_groups_of_another_environment_are_drawn_again(run):
 @pytest.mark.parametrize("version", [0, 5])
 def test_a_resumed_run_is_handed_no_groups_of_other_settings(tmp_path, monkeypatch, changes, version):
     """`--allow data.environment` with a checkpoint of version 5, whose position is left out, and without one."""
-    monkeypatch.setattr(rollouts, "registries", SimpleNamespace(engines={"static": Engine}))
+    monkeypatch.setattr(rollout_batches, "registries", SimpleNamespace(engines={"static": Engine}))
 
     def batch(version=0, **changes):
         settings = {"environment": SleepyConfig(), "groups": 2, "group_size": 2, "seq_tokens": 8} | changes

@@ -7,7 +7,7 @@ from typing import Any
 
 from stack_core.abi.reports import Fragment
 from stack_core.report.markup import Markup, element
-from stack_rl.rollouts import SAMPLES_FILE
+from stack_rl.samples import SAMPLES_FILE
 
 __all__ = ["episodes"]
 

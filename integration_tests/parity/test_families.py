@@ -52,12 +52,19 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+OLMO_YARN = {name: YARN[name] for name in list(YARN)[:3]}
 OLMO_ROPE = {
-    "full_attention": {"rope_theta": 500000.0, **{name: YARN[name] for name in list(YARN)[:3]}},
-    "sliding_attention": {"rope_theta": 500000.0, "rope_type": "default"},
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 500000.0, **OLMO_YARN},
+        "sliding_attention": {"rope_theta": 500000.0, "rope_type": "default"},
+    }
 }
 LLAMA_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-LIMIT = 7.0 if transformers.__version__.startswith("4.") else 0.4  # 4 has this one, whatever the config says
+IS_4 = transformers.__version__.startswith("4.")
+LIMIT = 7.0 if IS_4 else 0.4  # 4 has this one, whatever the config says
+if IS_4:  # which scales the positions of layers without a window
+    OLMO_ROPE = {"rope_theta": 500000.0, "rope_scaling": OLMO_YARN}
+MAMBA_GROUPS = 1 if IS_4 else 2  # 4 normalizes over all groups of Mamba-2, whatever their number
 V4_KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 # A name may be followed by a variant.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -131,7 +138,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
     "olmo3": (
         "Olmo3",
-        {"sliding_window": 6, "attention_bias": True, "rope_parameters": OLMO_ROPE}
+        {"sliding_window": 6, "attention_bias": True, **OLMO_ROPE}
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True}),
@@ -184,7 +191,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | {"v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
-        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_scaling": {**YARN, "mscale": 0.7}},
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+        # 4 does not multiply scores by the square of `mscale_all_dim`.
+        | {"rope_scaling": {**YARN, "mscale": 0.7, **({"mscale_all_dim": 0.0} if IS_4 else {})}},
     ),
     "granite_moe": (
         "GraniteMoe",
@@ -193,14 +202,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba": (
         "Bamba",
-        {"num_hidden_layers": 5, "attn_layer_indices": [1, 4], "mamba_n_heads": 8, "mamba_n_groups": 2}
+        {"num_hidden_layers": 5, "attn_layer_indices": [1, 4], "mamba_n_heads": 8, "mamba_n_groups": MAMBA_GROUPS}
         | {"mamba_d_state": 5, "mamba_d_conv": 3, "mamba_chunk_size": 7, "mamba_proj_bias": True, "mlp_bias": True},
     ),
     "granite_moe_hybrid": (
         "GraniteMoeHybrid",
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7}
         | {"layer_types": ["mamba", "attention", "mamba", "mamba"], "num_local_experts": 6, "num_experts_per_tok": 3}
-        | {"shared_intermediate_size": 20, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 5}
+        | {"shared_intermediate_size": 20, "mamba_n_heads": 8, "mamba_n_groups": MAMBA_GROUPS, "mamba_d_state": 5}
         | {"mamba_d_conv": 3, "mamba_chunk_size": 7, "attention_bias": True, "position_embedding_type": "rope"},
     ),
     "nemotron_h": (

@@ -182,7 +182,7 @@ def test_images_have_the_pixels_of_transformers_with_the_exported_preprocessing(
     for height, width in ((SIDE, SIDE), (41, 67), (90, 31)):
         image = Image.fromarray(random.integers(0, 256, (height, width, 3)).astype(np.uint8))
         image = image.resize((2 * width, 2 * height), Image.Resampling.BICUBIC)
-        pixels = np.asarray(pair.config.scaling(image, SIDE))
+        pixels = np.asarray(pair.config.scaling(image, (SIDE, SIDE)))
         expected = theirs(image, return_tensors="np")["pixel_values"][0]
         found = inputs_of(pair, {"pixels": pixels[None], "tokens": np.zeros((1, TOKENS))})["pixel_values"][0]
         np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -61,7 +61,7 @@ FAMILY = DecoderFamily(
             Setting("experts", ("num_local_experts", "num_experts"), 8),
             Setting("active_experts", ("num_experts_per_tok",), 2),
         ),
-        fixed={"hidden_act": "silu"},
+        fixed={"hidden_act": "silu", "position_embedding_type": "rope"},
     ),
     spec=spec,
     names=GRANITE_EXPERTS,

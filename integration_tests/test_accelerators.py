@@ -167,9 +167,7 @@ def test_on_two_slices_the_lint_tells_what_is_gathered_between_them(tmp_path, me
 def test_on_gpus_each_device_runs_attention_on_its_part(tmp_path):
     """The kernel is Tokamax's if it is installed, else cuDNN's."""
     kernel = "mosaic_gpu" if missing() is None else "__cudnn$fmha"
-    check_step(
-        Target("h100:1x1x4"), tmp_path, "custom_call_target", kernel, f"bf16[{ROWS // 2},{SEQ},{HEADS // 2},64]"
-    )
+    check_step(Target("h100:1x1x4"), tmp_path, "custom_call_target", kernel, f"bf16[{ROWS // 2},{SEQ},{HEADS // 2},64]")
 
 
 @pytest.mark.gpu_aot

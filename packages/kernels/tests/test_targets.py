@@ -107,7 +107,8 @@ def test_xla_fuses_norms_and_gated_units_for_gpus():
         return ops.norm(x, scale, residual=residual, implementation="reference")
 
     def gradients(x, residual, scale, *cotangents):
-        return jax.vjp(norm, x, residual, scale)[1](cotangents)
+        of_x, _, of_scale = jax.vjp(norm, x, residual, scale)[1](cotangents)  # the residual's gradient equals x's
+        return of_x, of_scale
 
     def gated(x, w_gate, w_up):
         return ops.gated_linear_unit(x, w_gate, w_up, implementation="reference")
@@ -115,4 +116,4 @@ def test_xla_fuses_norms_and_gated_units_for_gpus():
     rows = (16_384, 1024)
     assert kernels_for_h100(norm, rows, rows, (1024,)) <= 2
     assert kernels_for_h100(gradients, rows, rows, (1024,), rows, rows) <= 4
-    assert kernels_for_h100(gated, rows, (1024, 4096), (1024, 4096)) <= 5
+    assert kernels_for_h100(gated, rows, (1024, 4096), (1024, 4096)) == 3

@@ -164,10 +164,10 @@ def test_on_two_slices_the_lint_tells_what_is_gathered_between_them(tmp_path, me
 
 @pytest.mark.gpu_aot
 @pytest.mark.usefixtures("cudnn")
-def test_on_gpus_each_device_runs_cudnns_attention_on_its_part(tmp_path):
-    check_step(
-        Target("h100:1x1x4"), tmp_path, "custom_call_target", "__cudnn$fmha", f"bf16[{ROWS // 2},{SEQ},{HEADS // 2},64]"
-    )
+def test_on_gpus_each_device_runs_attention_on_its_part(tmp_path):
+    """The kernel is Tokamax's if it is installed, else cuDNN's."""
+    kernel = "mosaic_gpu" if missing() is None else "__cudnn$fmha"
+    check_step(Target("h100:1x1x4"), tmp_path, "custom_call_target", kernel, f"bf16[{ROWS // 2},{SEQ},{HEADS // 2},64]")
 
 
 @pytest.mark.gpu_aot
@@ -225,9 +225,12 @@ def test_on_tpus_each_device_runs_the_kernels_of_a_mixture_on_its_part(tmp_path)
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")  # its own default, which it will change
 def test_on_gpus_each_device_runs_the_kernels_of_a_mixture_on_its_part(tmp_path):
     """With Tokamax its kernels; without it cuDNN's, and the products of the experts are XLA's."""
-    kernels = [(r"__cudnn\$fmha", f"bf16[{ROWS // 4},{SEQ},{HEADS},128]")]
+    part = f"bf16[{ROWS // 4},{SEQ},{HEADS},128]"
+    kernels = [(r"__cudnn\$fmha", part)]
+    if missing() is None:
+        kernels = [("mosaic_gpu", part), ("mosaic_gpu", "bf16[4,256,256]")]
     if missing("jax_triton", "triton") is None:
-        kernels = [("mosaic_gpu", "bf16[4,256,256]"), ("triton", f"bf16[{ROWS // 4 * SEQ},256,1]")]
+        kernels.append(("triton", f"bf16[{ROWS // 4 * SEQ},256,1]"))
     check_mixture(Target("h100:1x1x4"), tmp_path, *kernels)
 
 

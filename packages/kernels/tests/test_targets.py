@@ -1,6 +1,7 @@
 """What is traced for a chip that is not at hand gets the implementations of that chip."""
 
 import functools
+import re
 import sys
 
 import jax
@@ -86,3 +87,33 @@ def test_every_op_compiles_for_a_tpu(op):
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_compiles_for_a_gpu(op):
     check_compiles(op, Target("h200:1x1x1"))
+
+
+def kernels_for_h100(function, *shapes):
+    """Counts the fusions, products, reductions and calls of the program."""
+    target = Target("h100:1x1x1")
+    place = jax.sharding.SingleDeviceSharding(target.devices[0])
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+    with use_target(target):
+        text = jax.jit(function).lower(*structs).compile().as_text()
+    return len(re.findall(r" (?:fusion|custom-call|dot|reduce|copy)\(", text.partition("ENTRY")[2]))
+
+
+@pytest.mark.gpu_aot
+def test_xla_fuses_norms_and_gated_units_for_gpus():
+    """Why the references of these ops are the default there without Triton."""
+
+    def norm(x, residual, scale):
+        return ops.norm(x, scale, residual=residual, implementation="reference")
+
+    def gradients(x, residual, scale, *cotangents):
+        of_x, _, of_scale = jax.vjp(norm, x, residual, scale)[1](cotangents)  # the residual's gradient equals x's
+        return of_x, of_scale
+
+    def gated(x, w_gate, w_up):
+        return ops.gated_linear_unit(x, w_gate, w_up, implementation="reference")
+
+    rows = (16_384, 1024)
+    assert kernels_for_h100(norm, rows, rows, (1024,)) <= 2
+    assert kernels_for_h100(gradients, rows, rows, (1024,), rows, rows) <= 4
+    assert kernels_for_h100(gated, rows, (1024, 4096), (1024, 4096)) == 3

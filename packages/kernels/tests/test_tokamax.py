@@ -365,6 +365,21 @@ def test_the_infinities_of_its_own_gradient_would_be_noticed() -> None:
         check(_on_hopper(sums_by_group=True))
 
 
+def test_the_gradient_of_grouped_matrices_on_hopper_is_of_each_device() -> None:
+    """Experts that are divided over devices are multiplied inside of `jax.shard_map`."""
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    place, lhs = jax.sharding.PartitionSpec("expert"), jnp.ones((20, 64), jnp.bfloat16)
+    product = jax.shard_map(
+        lambda rhs: ops.ragged_dot(lhs, rhs, jnp.array([13, 7]), implementation=_on_hopper()),
+        mesh=mesh,
+        in_specs=place,
+        out_specs=place,
+    )
+    with use_chip(registries.chips["h100"]), pretend_tokamax():
+        found = jax.grad(lambda rhs: jnp.sum(product(rhs).astype(jnp.float32)))(jnp.ones((2, 64, 64), jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(found[:, 0, 0], np.float32), [13, 7])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not from_tokamax.is_installed(), reason="needs tokamax, which needs Python 3.12")
 @pytest.mark.parametrize(

@@ -93,6 +93,11 @@ CALLS: tuple[LabCall, ...] = (
     LabCall("linear", "decode, int8 weight", {"x": _DECODED, "weight": _int8_weight()}),
     LabCall("gated_linear_unit", "mlp", {"x": _HIDDEN, "w_gate": _UP, "w_up": _UP}, {}, ("x", "w_gate", "w_up")),
     LabCall(
+        "gated_linear_unit",
+        "decode, int8 weights",
+        {"x": _DECODED, "w_gate": _int8_weight(), "w_up": _int8_weight()},
+    ),
+    LabCall(
         "ragged_dot",
         "experts",
         {"lhs": _HIDDEN, "rhs": _floats(_EXPERTS, _EMBED, 2048), "group_sizes": _integers(_EXPERTS)},

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
-from stack_core.ops.building import BackwardCall, as_backward, is_quantized, ragged_product
+from stack_core.ops.building import BackwardCall, as_backward, is_quantized, ragged_product, vary_alike
 from stack_kernels import from_tokamax
 from stack_kernels.ragged_dot.groups import cut, padded, zero_after
 from stack_kernels.supports import first_problem, takes_no, unquantized
@@ -198,6 +198,8 @@ def _reference_outer(lhs: Any, cotangent: Any, sizes: Any, config: Any) -> Any:
     """Computes the gradient of each group's matrix, [groups, d_in, d_out], with core's reference."""
     del config
     matrices = jnp.zeros((len(sizes), lhs.shape[1], cotangent.shape[1]), lhs.dtype)
+    # Inside `jax.shard_map` the gradient of constant matrices would be summed over the devices.
+    lhs, cotangent, sizes, matrices = vary_alike(lhs, cotangent, sizes, matrices)
     _, pull_back = jax.vjp(lambda matrices: ragged_product(lhs, matrices, sizes), matrices)
     return pull_back(cotangent)[0]
 
@@ -273,7 +275,7 @@ MOSAIC_GPU = Kernel(
     "tokamax_mosaic_gpu",
     ("pallas_mosaic_gpu", "PallasMosaicGpuRaggedDot"),
     "gpu",
-    {"forward": ("sm90", "sm100"), "backward": ("sm90",)},
+    dict.fromkeys(("forward", "backward"), ("sm90", "sm100")),
     _of_hopper,
     _for_hopper,
     rows_of_tile=64,

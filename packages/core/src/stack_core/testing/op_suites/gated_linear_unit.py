@@ -53,6 +53,21 @@ def _quantized_case(
     return OpCase("gated_linear_unit", name, arrays, fixed=quantized)
 
 
+def _tiled_case(name: str, tiles: int, dtype: str, *, rows: int, biased: bool = False) -> OpCase:
+    """Builds a case with weights of 128 x 64 and a scale for each column of each of the tiles along d_in."""
+    largest = {"int8": 127, "int4": 7}[dtype]
+
+    def weight(rng: np.random.Generator) -> Quantized:
+        values = rng.integers(-largest, largest + 1, size=(128, 64)).astype(jnp.dtype(dtype))
+        return Quantized(values, (rng.uniform(0.1, 0.2, size=(tiles, 64)) / largest).astype(np.float32))
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        biases = {bias: rng.normal(size=64) for bias in ("bias_gate", "bias_up") if biased}
+        return {"x": rng.normal(size=(rows, 128)), "w_gate": weight(rng), "w_up": weight(rng), **biases}
+
+    return OpCase("gated_linear_unit", name, arrays, fixed=("w_gate", "w_up"))
+
+
 _CASES = (
     _gated_case("odd_sizes", (2, 37, 19), 33),
     _gated_case("empty_rows", (2, 0, 8), 4),
@@ -92,6 +107,10 @@ _FOR_ACCELERATORS = in_tiles(
         for activation in ("gelu_tanh", "relu", "sigmoid", "gelu", "quick_gelu", "relu_squared")
     ),
     _gated_case("biases", (64, 128), 128, biases=("bias_gate", "bias_up")),
+    _tiled_case("int8_by_channel_one_row", 1, "int8", rows=1),
+    _tiled_case("int8_by_tile_and_biases", 4, "int8", rows=64, biased=True),
+    _tiled_case("int4_by_channel", 1, "int4", rows=21),
+    _tiled_case("int4_by_tile", 2, "int4", rows=7),
 )
 
 _ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {

@@ -1,18 +1,25 @@
-"""Training steps of denoisers on eight devices and on one; `test_meshes.py` runs this in a process that has eight."""
+"""Training and sampling on eight devices and on one; `test_meshes.py` runs this in a process that has eight.
+
+Arguments select models; without arguments, all are trained.
+"""
 
 import functools
 import math
 import operator
+import sys
 
 import jax
 import numpy as np
 
 from stack_core.abi.mesh import MeshConfig, check_shardings
 from stack_core.chips.device_mesh import make_mesh
-from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, dit, flux, sd3, wan
+from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, dit, flux, sd3, unet, wan
+from stack_train.diffusion.compilation import SamplingProgram
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig
 from stack_train.diffusion.reconstruction import ReconstructionConfig
+from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.optim import AdamWConfig, ScheduleConfig
+from stack_train.step.batches import batch_shapes
 from stack_train.step.program import Program
 from stack_train.step.step import make_step
 
@@ -60,6 +67,24 @@ MODELS = {
         sd3.FAMILY,
         FlowMatchingConfig(),
     ),
+    "unet": (
+        unet.UnetConfig(
+            image_size=SIDE,
+            channels=4,
+            widths=(8, 16),
+            blocks_per_level=1,
+            transformer_layers=(0, 1),
+            heads=(2, 4),
+            text_dim=16,
+            pooled_dim=16,
+            text_tokens=4,
+            size_features=4,
+            groups=4,
+            **FLOATS,
+        ),
+        unet.FAMILY,
+        EpsilonConfig(),
+    ),
     "wan": (
         wan.WanConfig(
             image_size=SIDE,
@@ -102,6 +127,14 @@ MODELS = {
         ReconstructionConfig(),
     ),
 }
+# Kernels that both fsdp and tensor split.
+KERNELS = {
+    "dit": ("blocks", "up"),
+    "flux": ("double_blocks", "image", "up"),
+    "sd3": ("dual_blocks", "image", "up"),
+    "unet": ("mid_block", "attentions", 0, "blocks", "enter"),
+    "wan": ("blocks", "up"),
+}
 
 
 def batches(name):
@@ -112,19 +145,26 @@ def batches(name):
         height, width = (SIDE // 2, 2 * SIDE) if name == "flux" and step == 1 else (SIDE, SIDE)
         batch = {"images": rng.normal(size=(ROWS, *frames, height, width, 4)), "weights": np.ones(ROWS)}
         batch["weights"][-3:] = 0.0  # rows weigh differently, so that a mean of means would be wrong
-        if name in ("flux", "sd3", "wan"):
+        if name in ("flux", "sd3", "unet", "wan"):
             batch |= {"text": rng.normal(size=(ROWS, 4, 16))}
-        if name in ("flux", "sd3"):
+        if name in ("flux", "sd3", "unet"):
             batch |= {"pooled": rng.normal(size=(ROWS, 16))}
+        if name == "unet":
+            batch |= {"sizes": np.tile([SIDE, SIDE, 0, 0, SIDE, SIDE], (ROWS, 1))}
         found = {key: value.astype(np.float32) for key, value in batch.items()}
         yield {**found, "labels": rng.integers(0, 10, ROWS).astype(np.int32)} if name == "dit" else found
 
 
-def losses(name, sizes):
+def make_program(name, sizes):
     config, family, objective = MODELS[name]
     optimizer = AdamWConfig(learning_rate=1e-2, schedule=ScheduleConfig(warmup_steps=1))
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
-    program = Program(make_step((family, config), objective, optimizer, steps=STEPS), mesh)
+    return Program(make_step((family, config), objective, optimizer, steps=STEPS), mesh)
+
+
+def trained(name, sizes):
+    """Returns losses and gradient norms of all steps, and the trained parameters."""
+    program = make_program(name, sizes)
     state, compiled, found = program.init(key=jax.random.key(0)), None, []
     for batch in batches(name):
         placed = jax.device_put(batch, program.batch_shardings(batch))
@@ -135,16 +175,34 @@ def losses(name, sizes):
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     check_shardings(state, program.state_shardings)
     if "fsdp" in sizes and "autoencoder" not in name:
-        blocks = {"dit": ("blocks",), "flux": ("double_blocks", "image"), "sd3": ("dual_blocks", "image")}
-        blocks["wan"] = ("blocks",)
-        kernel = functools.reduce(operator.getitem, (*blocks[name], "up", "kernel"), state.params)
+        kernel = functools.reduce(operator.getitem, (*KERNELS[name], "kernel"), state.params)
         parts = sizes["fsdp"] * sizes.get("tensor", 1)
         assert kernel.addressable_shards[0].data.size == kernel.size // parts, name
-    return np.array(found)
+    return np.array(found), jax.device_get(state.params)
 
 
-for each in MODELS:
-    wanted = losses(each, {})
-    assert np.ptp(wanted[:, 0]) > 1e-4, wanted
+def sampled(name, sizes, params):
+    """Samples from the same parameters on a mesh, with guidance and, by epsilon, with noise in each step."""
+    program, batch = make_program(name, sizes), next(batches(name))
+    is_flow = isinstance(MODELS[name][2], FlowMatchingConfig)
+    sampler = SamplerConfig(name="heun" if is_flow else "euler_ancestral", steps=3, guidance=2.0)
+    sampling = SamplingProgram(program, sampler, batch_shapes(batch))
+    condition = {key: batch[key] for key in sampling.condition}
+    placed = jax.device_put((params, condition), (program.variable_shardings, program.batch_shardings(condition)))
+    images = sampling.jitted()(*placed, jax.random.key(1))
+    parts = math.prod(sizes.get(axis, 1) for axis in ("data", "fsdp"))
+    assert images.addressable_shards[0].data.shape[0] == ROWS // parts
+    return np.asarray(images)
+
+
+for each in sys.argv[1:] or MODELS:
+    expected, params = trained(each, {})
+    assert np.ptp(expected[:, 0]) > 1e-4, expected
+    images = None if "autoencoder" in each else sampled(each, {}, params)
     for mesh in MESHES:
-        np.testing.assert_allclose(losses(each, mesh), wanted, rtol=2e-5, err_msg=f"{each} on {mesh}")
+        found, _ = trained(each, mesh)
+        np.testing.assert_allclose(found, expected, rtol=2e-5, err_msg=f"{each} on {mesh}")
+        if images is not None:
+            # Untrained predictions of noise leave samples with values of some hundreds.
+            several, atol = sampled(each, mesh, params), 1e-5 * np.abs(images).max()
+            np.testing.assert_allclose(several, images, rtol=0, atol=atol, err_msg=f"{each} on {mesh}")

@@ -18,7 +18,7 @@ from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.commands.sample import sample
 from stack_train.data.captions import captions_of
 from stack_train.diffusion import autoencoder_kl, dit
-from stack_train.diffusion.components import load_component
+from stack_train.diffusion.components import StoredComponent, load_component
 from stack_train.diffusion.pipeline import open_encoders, save_encoders
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import open_images
@@ -173,6 +173,8 @@ def test_a_run_resumes_bit_by_bit_with_the_moments_of_adam(run, tmp_path):
 def test_captions_and_latents_are_encoded_once_and_are_those_of_the_encoders(run, folder, pipeline, monkeypatch):
     batches = run.data.build(seed=0, model=run.model)
     monkeypatch.setattr("stack_train.data.encoded_cache._write", None)  # the cache is read again
+    read, reads = StoredComponent.read, []
+    monkeypatch.setattr(StoredComponent, "read", lambda self: reads.append(self.component.class_name) or read(self))
     batch = next(run.data.build(seed=0, model=run.model).train_iterator())
     spec = run.data.spec(run.model)
     assert {name: (array.shape, array.dtype) for name, array in batch.items() if name != "row_ids"} == {
@@ -183,7 +185,9 @@ def test_captions_and_latents_are_encoded_once_and_are_those_of_the_encoders(run
     with Image.open(name) as image:
         pixels = np.asarray(image, np.float32)[None] / 127.5 - 1.0
     np.testing.assert_allclose(batch["images"][:1], encoders.autoencoder.scaled_latents(jnp.asarray(pixels)), atol=1e-5)
+    assert reads == ["AutoencoderKL"] * 2  # no text encoder while all captions are in the cache
     np.testing.assert_allclose(batch["text"][:1], encoders.text([caption.strip("'")])["text"], atol=1e-5)
+    assert reads[2:] == ["CLIPTextModel", "T5EncoderModel"]
 
 
 @pytest.mark.slow

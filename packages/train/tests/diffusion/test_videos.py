@@ -183,7 +183,7 @@ def test_videos_that_cannot_be_read_are_named(pipeline, tmp_path):
     refused(r"clip.mp4 is no video of .*ffmpeg -i clip.mp4 clip/%05d.png", tmp_path / "films")
     motions.write_videos(tmp_path / "silent", 1)
     (tmp_path / "silent" / "metadata.jsonl").unlink()
-    refused(r"1 of 1 images have no caption", tmp_path / "silent")
+    refused(r"1 of 1 videos have no caption", tmp_path / "silent")
 
 
 def test_data_that_do_not_fit_the_model_are_refused():

@@ -16,6 +16,8 @@ from stack_core.cli import main
 from stack_core.programs.flops import model_flops_per_step
 from stack_train.commands import compile as compile_command
 from stack_train.data.kinds.text import language_model_shapes
+from stack_train.diffusion.compilation import compile_sampling
+from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.run.compilation import compile_step
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
@@ -34,9 +36,17 @@ PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_8b": 8_190_735_360,
     "qwen3_vl_30b_a3b": 31_070_754_032,
+    "wan2_1_14b": 14_288_491_584,
 }
 # Many more chips, or not measured.
-NOT_FOR_64 = ("deepseek_v3", "gemma3_27b", "llama3_70b", "qwen3_vl_30b_a3b")
+NOT_FOR_64 = ("deepseek_v3", "gemma3_27b", "llama3_70b", "qwen3_vl_30b_a3b", "wan2_1_14b")
+DENOISER = """
+output: runs/video
+model: {name: wan, image_size: 4, frames: 2, channels: 4, layers: 2, heads: 2, head_dim: 8, mlp: 32, text_dim: 16,
+  text_tokens: 6}
+data: {name: videos, source: videos/*, pipeline: encoders, batch_size: 8}
+objective: {name: flow_matching}
+"""
 CONFIG = """
 output: OUTPUT
 model: {name: llama, vocab_size: 512, layers: 3, embed: 128, heads: 8, mlp: 256, dtype: float32}
@@ -164,6 +174,45 @@ def test_the_examples_are_the_published_models(name, parameters):
     config = config_of(PUBLISHED / f"{name}.yaml", "mesh.fsdp=1", "mesh.expert=1")
     program = build_program(config, jax.devices()[:1])
     assert sum(leaf.size for leaf in jax.tree.leaves(program.step.model.variables.trained)) == parameters
+
+
+@pytest.fixture
+def denoiser_file(tmp_path):
+    path = tmp_path / "video.yaml"
+    path.write_text(DENOISER)
+    return path
+
+
+def test_all_steps_of_sampling_are_one_program(denoiser_file):
+    config = config_of(denoiser_file, "model.dtype=float32")
+    report = compile_sampling(config, SamplerConfig(steps=3), Here("here:1"))
+    assert (report.program, report.work) == ("sampling", ("videos", 8))
+    # A training step has three times the FLOPs of a call.
+    assert report.model_flops == compile_step(config, Here("here:1")).model_flops
+    guided = compile_sampling(config, SamplerConfig(steps=4, guidance=5.0), Here("here:1"))
+    assert 3 * guided.model_flops.total == 2 * 4 * report.model_flops.total
+    # XLA computes keys and values of the text once, before the loop.
+    assert 0.85 < guided.cost.flops.total / guided.model_flops.total < 1.0
+    memory, text_bytes = guided.cost.memory, 2 * 8 * 6 * 16 * 4  # and the negative text
+    assert 0 <= memory.argument_bytes - 4 * guided.parameters - text_bytes < 64  # the PRNG key
+    assert memory.output_bytes == 8 * 2 * 4 * 4 * 4 * 4
+
+
+def test_the_command_compiles_sampling(denoiser_file, config_file, capsys, monkeypatch):
+    monkeypatch.setattr("stack_core.chips.targets.Target", Here)
+    options = ("--target", "a:1", "--sample", "{steps: 2, name: heun}", "--model.dtype", "float32")
+    assert "8 videos a sampling" in (printed := run_command(capsys, denoiser_file, *options))
+    assert "a sampling, by compute; MFU at most" in printed
+    (found,) = json.loads(run_command(capsys, denoiser_file, *options, "--json"))
+    assert (found["program"], found["videos_per_sampling"]) == ("sampling", 8)
+    for file, sampler, message in (
+        (config_file, "{}", "makes no images. Leave --sample out"),
+        (denoiser_file, "{step: 2}", "Unknown key 'sample.step'"),
+        (denoiser_file, "{steps: 2, eta: 0.5}", "ddim alone adds"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            run_command(capsys, file, "--target", "a:1", "--sample", sampler)
+        assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
 def check_gathers(report):

@@ -17,7 +17,15 @@ import numpy as np
 from stack_core.abi.chips import Chip
 from stack_core.chips.jit_context import JitContext
 
-__all__ = ["Flops", "count_flops", "inner_jaxprs", "model_flops_per_step", "references_only", "valid_pairs"]
+__all__ = [
+    "Flops",
+    "count_flops",
+    "inner_jaxprs",
+    "model_flops_per_call",
+    "model_flops_per_step",
+    "references_only",
+    "valid_pairs",
+]
 
 references_only: Final[JitContext[bool]] = JitContext()
 """While it is True, the references of the ops compute all calls that are traced, because their FLOPs can be counted."""
@@ -82,17 +90,21 @@ def model_flops_per_step(loss: Callable[..., Any], *args: Any) -> Flops:
 
     They are three times the FLOPs of the forward pass `loss(*args)`, because each product has one derivative of equal
     cost per operand. Rematerialization is left out. Attention counts every pair of positions that the forward pass
-    computes, masked or not (PaLM, https://arxiv.org/abs/2204.02311, appendix B). If kernels are not counted, the FLOPs
-    are those of the references of the ops.
+    computes, masked or not (PaLM, https://arxiv.org/abs/2204.02311, appendix B).
 
     Args:
       args: arguments of `loss` for one full batch, as for `count_flops`.
     """
-    found = count_flops(loss, *args)
+    return model_flops_per_call(loss, *args) * 3
+
+
+def model_flops_per_call(function: Callable[..., Any], *args: Any) -> Flops:
+    """Counts the FLOPs of one call as `count_flops` does; if kernels are not counted, those of the ops' references."""
+    found = count_flops(function, *args)
     if any(line.startswith("kernel") for line in found.uncounted):
         with references_only(True):
-            found = count_flops(loss, *args)
-    return found * 3
+            found = count_flops(function, *args)
+    return found
 
 
 def _jaxpr_flops(jaxpr: Any) -> Flops:

@@ -1,4 +1,4 @@
-"""`stack compile`: ahead-of-time compilation of a run's train step for a hardware target."""
+"""`stack compile`: ahead-of-time compilation of a run's train step, or of sampling, for a hardware target."""
 
 import json as json_format
 from pathlib import Path
@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from stack_core.abi.config import apply_overrides, load_yaml
+from stack_core.abi.config import apply_overrides, load_yaml, parse, parse_yaml
 from stack_core.abi.errors import HardwareError, ShardingError
 from stack_core.cli import overrides_from
 from stack_core.commands.tables import print_table
@@ -29,19 +29,23 @@ def compile_run(
     /,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
     target: Annotated[tuple[str, ...], Parameter(negative=())],
+    sample: str | None = None,
     check: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Compile a run's train step: stack compile run.yaml --target v5p:8x16x16 --data.batch_size 2048
 
     The target hardware is not required: the step is compiled but not run, and no parameters are allocated. A step that
-    does not fit in memory, or gathers parameters across slices, is an error only with --check.
+    does not fit in memory, or gathers parameters across slices, is an error only with --check. With --sample, the
+    program is the loop of a sampler of images or videos: all steps from noise to the latents of a batch.
 
     Args:
       config: YAML file of the run.
       overrides: any number of --section.key VALUE.
       target: target hardware: v6e:4x4 is a TPU torus, v5p:4x4x4*2 two of them, h100:1x1x8 slices x hosts x
         GPUs; may be repeated.
+      sample: settings of the sampler in YAML, such as '{steps: 28, guidance: 5}', or '{}'. The number of images is
+        data.batch_size. For runs that train a denoiser.
       check: exit with status 2 if the step exceeds the memory of a target, or gathers parameters across slices.
       json: print machine-readable results, a list with one entry per target.
     """
@@ -50,6 +54,8 @@ def compile_run(
 
     from stack_core.chips.targets import Target
     from stack_core.chips.wheel_compilers import use_wheel_compilers
+    from stack_train.diffusion.compilation import compile_sampling
+    from stack_train.diffusion.samplers import SamplerConfig
     from stack_train.run.compilation import compile_step
     from stack_train.run.memory import ADVICE
     from stack_train.run.resolve import parse_run
@@ -58,18 +64,19 @@ def compile_run(
         # The only local computation is a random key, for which JAX should not preallocate a GPU's memory.
         jax.config.update("jax_platforms", "cpu")
     run = parse_run(mapping)
+    sampler = None if sample is None else parse(SamplerConfig, parse_yaml(sample, "--sample"), path="sample")
     targets = [Target(name) for name in target]
     progress = Console(stderr=True)
     reports = []
     for each in targets:
         with use_wheel_compilers(), progress.status(f"Compiling for {each.name}; minutes for a large model"):
-            reports.append(compile_step(run, each))
+            reports.append(compile_step(run, each) if sampler is None else compile_sampling(run, sampler, each))
         if not json:
             _print(reports[-1])
     if json:
         print(json_format.dumps([report.as_mapping() for report in reports], indent=2))
     if check and (misfits := [report.target for report in reports if report.fits is False]):
-        raise HardwareError(f"The step does not fit {', '.join(misfits)}. {ADVICE}")
+        raise HardwareError(f"The {reports[0].program} does not fit {', '.join(misfits)}. {ADVICE}")
     for report in reports if check else ():
         for fault in report.lint.faults if report.lint else ():
             if fault.kind == "gathered across slices":
@@ -80,14 +87,15 @@ def _print(report: "StepReport") -> None:
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     slices = f" in {report.slices} slices" if report.slices > 1 else ""
     devices = f"{report.devices} devices{slices} ({mesh})" if mesh else "one device"
-    print(f"{report.target}: {devices}, {report.parameters:,} parameters, {report.work[1]:,} {report.work[0]} a step")
+    work = f"{report.work[1]:,} {report.work[0]} a {report.program}"
+    print(f"{report.target}: {devices}, {report.parameters:,} parameters, {work}")
     for line in [*_memory(report), *_speed(report)]:
         print(f"  {line}")
     if report.cost is not None and report.cost.collectives:
         columns = {"array_bytes": "of arrays, GiB", "sent_bytes": "sent, GiB"}
         if report.slices > 1:
             columns["sent_between_slices_bytes"] = "of that between slices, GiB"
-        table = Table("collectives of a device", "a step", *columns.values())
+        table = Table("collectives of a device", f"a {report.program}", *columns.values())
         for kind, sums in report.collectives_by_kind().items():
             table.add_row(kind, f"{sums['count']:,}", *(_gib(sums[key]) for key in columns))
         print_table(table)
@@ -152,21 +160,23 @@ def _memory(report: "StepReport") -> list[str]:
 
 def _speed(report: "StepReport") -> list[str]:
     if report.cost is None:
-        return [f"FLOPs of a step: {report.model_flops.total:.4g} for the model"]
+        return [f"FLOPs of a {report.program}: {report.model_flops.total:.4g} for the model"]
     hardware = report.cost.flops.total * report.devices
     ratio = hardware / report.model_flops.total
     roofline = report.cost.roofline
     terms = {"compute": roofline.compute_s, "memory": roofline.memory_s, "network": roofline.network_s}
     seconds = ", ".join(f"{name} {_seconds(term)}" for name, term in terms.items())
+    program, needed = report.program, report.model_flops.total
     lines = [
-        f"FLOPs of a step: {report.model_flops.total:.4g} for the model, {hardware:.4g} done ({ratio:.2f} times)",
-        f"time of a step at peak rates: {seconds}",
+        f"FLOPs of a {program}: {needed:.4g} for the model, {hardware:.4g} done ({ratio:.2f} times)",
+        f"time of a {program} at peak rates: {seconds}",
     ]
     if roofline.step_s is None:
-        lines.append("bound on the step: not known, because one of these times is not")
+        lines.append(f"bound on the {program}: not known, because one of these times is not")
     else:
         mfu = "not known" if report.mfu is None else f"{report.mfu:.1%}"
-        lines.append(f"bound: at least {_seconds(roofline.step_s)} a step, by {roofline.binding}; MFU at most {mfu}")
+        time = f"{_seconds(roofline.step_s)} a {program}"
+        lines.append(f"bound: at least {time}, by {roofline.binding}; MFU at most {mfu}")
     if report.slices > 1:
         lines.append("not counted in the network time: collectives between slices, whose network is not known")
     lines += [f"not counted beyond one trip: {name}" for name in report.cost.unknown_loops]

@@ -12,19 +12,23 @@ __all__ = ["METADATA", "captions_of"]
 METADATA = "metadata.jsonl"
 
 
-def captions_of(images: Sequence[str]) -> list[str]:
-    """Returns the caption of each image, without surrounding whitespace.
+def captions_of(files: Sequence[str], *, noun: str = "images") -> list[str]:
+    """Returns the caption of each image or video, without surrounding whitespace.
 
     The caption of `cat.png` is the text of `cat.txt`. Without that file, it is the "text" of the line with "file_name"
     `cat.png` in the folder's `metadata.jsonl`, as in Hugging Face's image folders.
 
+    Args:
+      files: paths of the images or videos.
+      noun: name of the files in messages.
+
     Raises:
-      DataError: a caption is missing, or a file is malformed; the message counts and lists the images.
+      DataError: a caption is missing, or a file is malformed; the message counts and lists the files.
     """
     tables: dict[Path, dict[str, str]] = {}
     captions: list[str] = []
     missing: list[str] = []
-    for name in images:
+    for name in files:
         path = Path(name)
         if path.parent not in tables:
             tables[path.parent] = _table(path.parent / METADATA)
@@ -35,8 +39,8 @@ def captions_of(images: Sequence[str]) -> list[str]:
         captions.append(caption.strip())
     if missing:
         raise DataError(
-            f"{len(missing)} of {len(images)} images have no caption:\n  {listing(missing)}\nWrite each into a .txt "
-            f"file of the image's name, or into {METADATA} in its folder."
+            f"{len(missing)} of {len(files)} {noun} have no caption:\n  {listing(missing)}\nWrite each into a .txt "
+            f"file of the same name, or into {METADATA} in the folder."
         )
     return captions
 

@@ -20,7 +20,7 @@ from stack_train.models.reader import Reader, Setting
 from stack_train.safetensors_files import StoredTensor, TensorSpec, plan_shards, read_tensors, write_shards
 from stack_train.variables.model_variables import ModelVariables, values_of
 
-__all__ = ["Component", "load_component", "save_component"]
+__all__ = ["Component", "StoredComponent", "load_component", "open_component", "save_component"]
 
 _CONFIG = "config.json"
 _SHARD_BYTES = 10 * 10**9
@@ -139,8 +139,40 @@ def _laid_out(kernel: np.ndarray, square: tuple[int, ...] | None) -> np.ndarray:
     return turned if square is None else turned.reshape(len(turned), *square)
 
 
+@dataclass(frozen=True, eq=False)
+class StoredComponent:
+    """A folder whose config and tensors fit together, without the values of the tensors.
+
+    Attributes:
+      component: class of the model.
+      config: config of the model.
+      abstract: the model without values.
+      tensors: the tensors of the folder by name.
+    """
+
+    component: Component
+    config: Any
+    abstract: Any
+    tensors: Mapping[str, StoredTensor]
+
+    def read(self) -> Any:
+        """Returns the model with the values of the tensors."""
+        variables = ModelVariables.of(self.abstract)
+        values = {path: np.empty(shape.shape, shape.dtype) for path, shape in variables.shapes.items()}
+        # Views, so reading the tensors fills the parameters without another copy.
+        for name, view in _views(self.component, self.config, values).items():
+            view[...] = self.tensors[name].read()
+        return variables.merge(unflatten_mapping({path: jnp.asarray(value) for path, value in values.items()}))
+
+
 def load_component(component: Component, directory: Path, **settings: Any) -> tuple[Any, Any]:
-    """Reads a folder; returns the config and the model, computed in the dtype of the tensors.
+    """Reads a folder; returns the config and the model, computed in the dtype of the tensors; see `open_component`."""
+    opened = open_component(component, directory, **settings)
+    return opened.config, opened.read()
+
+
+def open_component(component: Component, directory: Path, **settings: Any) -> StoredComponent:
+    """Checks a folder and reads its config, but not the values of its tensors.
 
     Args:
       settings: fields of our config that files lack, such as `image_size`.
@@ -160,18 +192,21 @@ def load_component(component: Component, directory: Path, **settings: Any) -> tu
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     config = component.read_config(mapping, dtype=dtype, param_dtype=dtype, **settings)
     abstract = nnx.eval_shape(lambda: component.family.build(config, key=jax.random.key(0)))
-    variables = ModelVariables.of(abstract)
-    values = {path: np.empty(shape.shape, shape.dtype) for path, shape in variables.shapes.items()}
-    # Views, so reading the tensors fills the parameters without another copy.
-    expected = {
+    # Arrays of zero strides have the shapes and take no memory.
+    values = {
+        path: np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
+        for path, shape in ModelVariables.of(abstract).shapes.items()
+    }
+    _check(directory, _views(component, config, values), tensors)
+    return StoredComponent(component, config, abstract, tensors)
+
+
+def _views(component: Component, config: Any, values: Mapping[Any, np.ndarray]) -> dict[str, np.ndarray]:
+    return {
         name: view
         for path, value in values.items()
         for name, view in component.tensors_of(config, "/".join(map(str, path)), value).items()
     }
-    _check(directory, expected, tensors)
-    for name, view in expected.items():
-        view[...] = tensors[name].read()
-    return config, variables.merge(unflatten_mapping({path: jnp.asarray(value) for path, value in values.items()}))
 
 
 def save_component(component: Component, directory: Path, config: Any, model: nnx.Module) -> None:

@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 _CONTROL = "control"
+_WIDTHS = (16, 32, 96, 256)
 # Fields in which a ControlNet must agree with its UNet: shapes of residuals, and conditions.
 _SHARED = ("channels", "widths", "blocks_per_level", "text_dim", "pooled_dim", "size_features")
 
@@ -68,7 +69,7 @@ class ControlNetConfig(UnetConfig):
     """
 
     name: Literal["controlnet"] = "controlnet"  # pyrefly: ignore[bad-override]
-    conditioning_widths: tuple[PositiveInt, ...] = (16, 32, 96, 256)
+    conditioning_widths: tuple[PositiveInt, ...] = _WIDTHS
     bgr: bool = False
 
     @property
@@ -230,7 +231,7 @@ class ControlNetSection:
       seed: seed of the initial values of these layers.
     """
 
-    conditioning_widths: tuple[PositiveInt, ...] = (16, 32, 96, 256)
+    conditioning_widths: tuple[PositiveInt, ...] = _WIDTHS
     seed: int = 0
 
 
@@ -307,7 +308,7 @@ COMPONENT = Component(
     family=_ControlNetFamily(),
     settings=(
         Setting("channels", ("in_channels",), 4),
-        Setting("conditioning_widths", ("conditioning_embedding_out_channels",), (16, 32, 96, 256)),
+        Setting("conditioning_widths", ("conditioning_embedding_out_channels",), _WIDTHS),
         *DESCENT_SETTINGS,
     ),
     fixed={**DESCENT_KEYS, "global_pool_conditions": False},

@@ -93,13 +93,13 @@ class LimitsSize(Protocol):
         ...
 
 
-def condition_of(batch: Mapping[str, jax.Array]) -> Condition:
-    """Returns the condition in a batch: all arrays except "images" and "weights"."""
+def condition_of(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the condition in a batch of arrays, or of their shapes: all except "images" and "weights"."""
     return {name: array for name, array in batch.items() if name not in ("images", "weights")}
 
 
-def positive(condition: Condition) -> Condition:
-    """Returns the condition without negative counterparts."""
+def positive(condition: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the condition, or its shapes, without negative counterparts."""
     return {name: array for name, array in condition.items() if not name.startswith(_NEGATIVE)}
 
 

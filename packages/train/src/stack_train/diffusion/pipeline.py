@@ -12,7 +12,7 @@ from typing import Any
 from stack_core.abi.errors import ConversionError
 from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.diffusion import flux, sd3, t5, unet
-from stack_train.diffusion.components import load_component, save_component
+from stack_train.diffusion.components import load_component, open_component, save_component
 from stack_train.diffusion.denoiser import VideosConfig
 from stack_train.diffusion.pipeline_classes import PIPELINES, VAE, PipelineClass, tokenizer_folder
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders, load_prompt_tokenizer
@@ -100,7 +100,9 @@ class Pipeline:
 
 
 def open_encoders(directory: Path, *, text_tokens: int | None = None, text_dim: int | None = None) -> Encoders:
-    """Reads the autoencoder, the text encoders and their tokenizers of a diffusers directory.
+    """Reads the autoencoder and the tokenizers of a diffusers directory, and checks its text encoders.
+
+    The tensors of the text encoders are read when the first prompt is encoded.
 
     Args:
       text_tokens: number of tokens of a text. By default T5 has 512, or 256 in Stable Diffusion 3, and at most its
@@ -120,7 +122,8 @@ def open_encoders(directory: Path, *, text_tokens: int | None = None, text_dim: 
     _, autoencoder = load_component(pipeline.vae, directory / VAE)
     encoders: dict[str, TextEncoder] = {}
     for folder, (component, _) in pipeline.text.items():
-        config, model = load_component(component, directory / folder)
+        stored = open_component(component, directory / folder)
+        config = stored.config
         part = directory / tokenizer_folder(folder)
         if component.family is t5.FAMILY:
             tokens = _count_t5_tokens(pipeline, encoders, text_tokens, part)
@@ -128,7 +131,7 @@ def open_encoders(directory: Path, *, text_tokens: int | None = None, text_dim: 
             tokens = config.max_positions
         tokenizer = load_prompt_tokenizer(part, folder, tokens)
         _check_vocabulary(tokenizer, config.vocab_size)
-        encoders[folder] = TextEncoder(model, tokenizer)
+        encoders[folder] = TextEncoder(stored, tokenizer)
     condition = pipeline.condition
     if pipeline.lacks_encoder:
         condition = partial(condition, zeros=(pipeline.t5_tokens, text_dim or _T5_DIM))

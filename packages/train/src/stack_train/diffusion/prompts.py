@@ -17,6 +17,7 @@ from jaxtyping import Array, Int32
 
 from stack_core.abi.errors import ConversionError
 from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.diffusion.components import StoredComponent
 from stack_train.diffusion.denoiser import Condition
 
 __all__ = ["PromptTokenizer", "TextEncoder", "TextEncoders", "load_prompt_tokenizer"]
@@ -125,10 +126,23 @@ def _clip_tokenizer(directory: Path) -> HuggingFaceTokenizer:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A text encoder and its tokenizer."""
+    """A text encoder and its tokenizer.
 
-    model: Any
+    Attributes:
+      source: the encoder, or its folder, whose tensors are read when the encoder is first used.
+    """
+
+    source: Any
     tokenizer: PromptTokenizer
+
+    @cached_property
+    def model(self) -> Any:
+        return self.source.read() if isinstance(self.source, StoredComponent) else self.source
+
+    @property
+    def abstract(self) -> Any:
+        """The encoder, without values if it has not been read."""
+        return self.source.abstract if isinstance(self.source, StoredComponent) else self.source
 
 
 @dataclass(frozen=True)
@@ -148,23 +162,25 @@ class TextEncoders:
     def __call__(self, prompts: Sequence[str]) -> Condition:
         """Returns "text", [prompts, tokens, text_dim], and for some "pooled", [prompts, pooled_dim], in float32."""
         cleaned = [self.clean(prompt) for prompt in prompts]
-        return self._encode([jnp.asarray(each.tokenizer(cleaned)) for each in self.encoders.values()])
+        ids = [jnp.asarray(each.tokenizer(cleaned)) for each in self.encoders.values()]
+        return self._encode([nnx.state(each.model) for each in self.encoders.values()], ids)
 
     @cached_property
     def _encode(self) -> Any:
         # The parameters are an argument, since XLA would otherwise compile them into the program as constants.
-        graphs, states = zip(*(nnx.split(each.model) for each in self.encoders.values()), strict=True)
+        graphs = [nnx.graphdef(each.abstract) for each in self.encoders.values()]
 
         @jax.jit
         def encode(states: Sequence[Any], ids: Sequence[Int32[Array, "prompts _"]]) -> Condition:
             merged = [nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True)]
             return self.condition([model(each) for model, each in zip(merged, ids, strict=True)])
 
-        return lambda ids: encode(states, ids)
+        return encode
 
     def sizes(self) -> Mapping[str, int]:
         """Returns the condition's sizes by field of the denoiser's config; `pooled_dim` is 0 without pooled text."""
+        states = [nnx.state(each.abstract) for each in self.encoders.values()]
         ids = [jax.ShapeDtypeStruct((1, each.tokenizer.tokens), jnp.int32) for each in self.encoders.values()]
-        shapes = {name: array.shape for name, array in jax.eval_shape(self._encode, ids).items()}
+        shapes = {name: array.shape for name, array in jax.eval_shape(self._encode, states, ids).items()}
         pooled_dim = shapes["pooled"][1] if "pooled" in shapes else 0
         return {"text_tokens": shapes["text"][1], "text_dim": shapes["text"][2], "pooled_dim": pooled_dim}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from stack_train.diffusion.denoiser import (
     VideosConfig,
     image_tokens,
 )
+from stack_train.diffusion.latents import Begun, initial_noise, sample_latents, sampling_table
 from stack_train.diffusion.lora import merge_lora
 from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
-from stack_train.diffusion.samplers import Inpainting, SamplerConfig, Table, guided, levels_of, sample, table_of
+from stack_train.diffusion.samplers import SamplerConfig, Table
 from stack_train.run.config import run_config
 from stack_train.variables.weights import read_model
 
@@ -48,16 +48,6 @@ class Start:
 
     image: UInt8[np.ndarray, "height width channels"]
     mask: UInt8[np.ndarray, "height width"] | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Begun:
-    """Latents of an initial image, a mask of latents to generate, and extra input channels of the denoiser."""
-
-    latents: jax.Array
-    mask: jax.Array | None
-    extra: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -239,7 +229,7 @@ class ImageSampler:
                     parameter=name,
                 )
 
-    def _begun(self, start: "Start", count: int) -> "_Begun":
+    def _begun(self, start: "Start", count: int) -> Begun:
         """Encodes an initial image and its mask.
 
         Raises:
@@ -257,15 +247,15 @@ class ImageSampler:
 
         latents = encode(state, pixels)
         if start.mask is None:
-            return _Begun(rows(latents), None, None)
+            return Begun(rows(latents), None, None)
         pixel_mask = jnp.asarray(start.mask > _HALF, jnp.float32)[None, :, :, None]
         # Each latent has the mask of its first pixel, as in diffusers.
         mask = pixel_mask[:, ::factor, ::factor]
         if not getattr(self.config, "extra_channels", 0):
-            return _Begun(rows(latents), rows(mask), None)
+            return Begun(rows(latents), rows(mask), None)
         # Inpainting models read the mask, and the latents of the image with grey pixels in the mask.
         extra = jnp.concatenate([mask, encode(state, pixels * (1.0 - pixel_mask))], axis=-1)
-        return _Begun(rows(latents), None, rows(extra))
+        return Begun(rows(latents), None, rows(extra))
 
     def condition(
         self,
@@ -305,7 +295,7 @@ class ImageSampler:
         seed: int,
         *,
         noise: jax.Array | None = None,
-        begun: "_Begun | None" = None,
+        begun: Begun | None = None,
         control: Control | None = None,
     ) -> jax.Array:
         """Samples images or latents with the denoiser, starting from `noise`, by default from random noise."""
@@ -320,39 +310,16 @@ class ImageSampler:
             condition: Mapping[str, jax.Array],
             key: jax.Array,
             noise: jax.Array | None,
-            begun: _Begun | None,
+            begun: Begun | None,
         ) -> jax.Array:
-            config = self.config
-            denoise = guided(
-                nnx.merge(graph, state),
-                condition,
-                images=count,
-                guidance=sampler.guidance,
-                rescale=sampler.guidance_rescale,
-            )
-            shape = self.shape
-            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
-            if noise is None:
-                noise = jax.vmap(lambda each: jax.random.normal(each, shape))(keys)
-            latents, mask, extra = (None, None, None) if begun is None else (begun.latents, begun.mask, begun.extra)
-            inpainting = None if latents is None or mask is None else Inpainting(latents, mask)
-
-            def predicted(x: jax.Array, timestep: jax.Array, *scale: jax.Array) -> jax.Array:
-                x = x if extra is None else jnp.concatenate([x, extra], axis=-1)
-                # Channels that predict variances are not sampled.
-                return denoise(x, timestep, *scale)[..., : config.channels]
-
-            # As in diffusers, inpainting with full strength starts from pure noise.
-            pure_noise = sampler.strength == 1.0 and (mask is not None or extra is not None)
-            initial = None if pure_noise else latents
-            options: Any = {"start": initial, "inpainting": inpainting, "control_scales": scales}
-            return sample(predicted, table, noise, keys=keys, **options)
+            noise = initial_noise((count, *self.shape), key=key) if noise is None else noise
+            options: Any = {"sampler": sampler, "table": table, "begun": begun, "control_scales": scales, "key": key}
+            return sample_latents(nnx.merge(graph, state), condition, noise, **options)
 
         return run(state, condition, jax.random.key(seed), noise, begun)
 
     def table(self, sampler: SamplerConfig) -> Table:
-        levels = levels_of(self.objective.schedule(image_tokens(self.model, *self.shape[:-1])), sampler)
-        return table_of(sampler, levels, self.objective.prediction)
+        return sampling_table(sampler, self.objective, image_tokens(self.model, *self.shape[:-1]))
 
     def check_labels(self, labels: Sequence[int]) -> None:
         classes = self.config.classes

@@ -1,10 +1,10 @@
-"""Ahead-of-time compilation of a run's train step for a target: its memory, FLOPs, collectives and roofline."""
+"""Ahead-of-time compilation of a run's programs for a target: memory, FLOPs, collectives and roofline."""
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax.nnx.traversals import flatten_mapping
@@ -24,7 +24,7 @@ from stack_train.step.program import Program
 from stack_train.step.replicas import OUTER_SCOPE
 from stack_train.step.staged import is_in_layers
 
-__all__ = ["StepReport", "compile_step", "outer_instructions"]
+__all__ = ["StepReport", "compile_step", "outer_instructions", "report_of"]
 
 _SHOWN_PLACES = 3
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
@@ -32,9 +32,11 @@ _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Cost of a train step on a target.
+    """Cost of a train step, or of sampling a batch, on a target.
 
     Attributes:
+      program: the compiled program, "step" or "sampling". The attributes below describe a step; for a sampling, read
+        "sampling" instead.
       target: name of the target, such as "v5p:2x2x1".
       platform: "tpu" or "gpu".
       devices: number of devices of the target.
@@ -55,6 +57,7 @@ class StepReport:
       outer_instructions: names of the instructions of an outer step, for replicas that train apart.
     """
 
+    program: Literal["step", "sampling"] = "step"
     target: str
     platform: str
     devices: int
@@ -84,7 +87,11 @@ class StepReport:
     def as_mapping(self) -> dict[str, Any]:
         """Converts the report to plain values for JSON; collectives are summed by kind."""
         plain = {name: getattr(self, name) for name in _PLAIN}
-        plain |= {f"{self.work[0]}_per_step": self.work[1], "fits": self.fits, "model_flops": self.model_flops.total}
+        plain |= {
+            f"{self.work[0]}_per_{self.program}": self.work[1],
+            "fits": self.fits,
+            "model_flops": self.model_flops.total,
+        }
         cost = self.cost
         if cost is None:
             return plain
@@ -132,6 +139,7 @@ class StepReport:
 
 
 _PLAIN = (
+    "program",
     "target",
     "platform",
     "devices",
@@ -158,20 +166,55 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
     # As a run does: a config that cannot train should not compile either.
     check_sections(config)
     program = build_program(config, target.devices)
+    trips = program.step.schedule.microbatches if program.step.schedule else config.run.accumulation_steps
+    report, compiled = report_of(
+        config,
+        program,
+        target,
+        traced=lambda: traced_step(config, program),
+        needed=lambda: model_flops(config, program),
+        outer_trips=2 * trips if program.step.schedule else trips,
+    )
+    if program.step.outer is None:
+        return report
+    return dataclasses.replace(
+        report,
+        outer_every_steps=program.step.outer.every_steps,
+        outer_instructions=frozenset() if compiled is None else outer_instructions(parse_hlo(compiled.as_text() or "")),
+    )
+
+
+def report_of(
+    config: RunConfig,
+    program: Program,
+    target: Target,
+    *,
+    traced: Callable[[], jax.stages.Traced],
+    needed: Callable[[], Flops],
+    outer_trips: int,
+) -> tuple[StepReport, jax.stages.Compiled | None]:
+    """Compiles a program of a run for a target; returns its report, and the program unless it does not fit in memory.
+
+    Args:
+      program: the run's program, whose mesh consists of the target's devices.
+      traced: traces the program to compile.
+      needed: counts the FLOPs that the model needs.
+      outer_trips: see `lint_program`.
+    """
     started_s = time.perf_counter()
     with use_target(target):
-        lowered = traced_step(config, program).lower()
+        lowered = traced().lower()
         traced_s, traced_cpu_s = time.perf_counter(), time.process_time()
         compiled, refusal = _compiled(lowered)
         # CPU time as well, because the compiler uses all cores and other processes may share these.
         compiled_s, compiler_cpu_s = time.perf_counter(), time.process_time() - traced_cpu_s
-        needed = model_flops(config, program)
+        model = needed()
     chip, mesh_devices = target.chip, program.mesh.devices.flatten().tolist()
     cost = None
     if compiled is not None:
         cost = program_cost(compiled, mesh_devices, chip, link_share=target.link_share, slice_of=target.slice_of)
     units = count_units(chip, mesh_devices)
-    return StepReport(
+    report = StepReport(
         target=target.name,
         platform=mesh_devices[0].platform,
         devices=len(mesh_devices),
@@ -179,21 +222,18 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         mesh={axis: size for axis, size in program.mesh.shape.items() if size > 1},
         parameters=program.step.model.parameter_count,
         work=config.batches.work(),
-        model_flops=needed,
+        model_flops=model,
         # The memory is per chip, and a chip may be several devices.
         memory_bytes=None if chip.hbm_bytes is None else chip.hbm_bytes * units // len(mesh_devices),
         refusal=refusal,
         cost=cost,
-        mfu=_mfu(needed.ideal_s(chip, units=units), cost),
-        lint=None if cost is None or len(mesh_devices) == 1 else _lint(config, program, cost),
+        mfu=_mfu(model.ideal_s(chip, units=units), cost),
+        lint=None if cost is None or len(mesh_devices) == 1 else _lint(program, cost, outer_trips),
         trace_s=traced_s - started_s,
         compile_s=compiled_s - traced_s,
         compiler_cpu_s=compiler_cpu_s,
-        outer_every_steps=None if program.step.outer is None else program.step.outer.every_steps,
-        outer_instructions=frozenset()
-        if program.step.outer is None or compiled is None
-        else outer_instructions(parse_hlo(compiled.as_text() or "")),
     )
+    return report, compiled
 
 
 def outer_instructions(module: Module) -> frozenset[str]:
@@ -217,8 +257,8 @@ def outer_instructions(module: Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def _lint(config: RunConfig, program: Program, cost: ProgramCost) -> ProgramLint:
-    """Lints the step's collectives on the trained parameters."""
+def _lint(program: Program, cost: ProgramCost, outer_trips: int) -> ProgramLint:
+    """Lints a program's collectives on the trained parameters."""
     shapes = flatten_mapping(program.step.model.variables.trained)
     shardings, axes = (
         flatten_mapping(program.state_shardings.params),
@@ -235,8 +275,7 @@ def _lint(config: RunConfig, program: Program, cost: ProgramCost) -> ProgramLint
         for path, leaf in shapes.items()
         if hasattr(leaf, "shape")
     ]
-    trips = program.step.schedule.microbatches if program.step.schedule else config.run.accumulation_steps
-    return lint_program(cost.collectives, parameters, outer_trips=2 * trips if program.step.schedule else trips)
+    return lint_program(cost.collectives, parameters, outer_trips=outer_trips)
 
 
 def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str | None]:

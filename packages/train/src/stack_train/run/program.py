@@ -27,7 +27,7 @@ from stack_train.step.staged import is_in_layers
 from stack_train.step.step import Step, make_step
 from stack_train.variables.model_variables import sharding_rules
 
-__all__ = ["build_program", "model_flops", "naming_sizes", "single_device_program", "traced_step"]
+__all__ = ["build_program", "model_flops", "naming_sizes", "on_one_device", "single_device_program", "traced_step"]
 
 # Config keys that set the sizes of logical axes with other names, or with several keys.
 _SIZES = {
@@ -91,10 +91,10 @@ def build_program(
 
 def single_device_program(config: RunConfig) -> Program:
     """Builds a run's program on one device, for its initial values and the shapes of its optimizer's state."""
-    return build_program(_on_one_device(config), jax.local_devices()[:1], with_saved=False)
+    return build_program(on_one_device(config), jax.local_devices()[:1], with_saved=False)
 
 
-def _on_one_device(config: RunConfig) -> RunConfig:
+def on_one_device(config: RunConfig) -> RunConfig:
     """Returns the config of a run for one device, without replicas that train apart."""
     optimizer = config.optimizer
     if getattr(optimizer, "outer", None) is not None and optimizer.outer.replicas > 1:
@@ -211,7 +211,7 @@ def model_flops(config: RunConfig, program: Program) -> Flops:
     padding rows, which the model does not need.
     """
     if program.mesh.size > 1:
-        program = build_program(_on_one_device(config), program.mesh.devices.flatten()[:1].tolist())
+        program = build_program(on_one_device(config), program.mesh.devices.flatten()[:1].tolist())
     auxiliary = {name: each.params for name, each in program.abstract_state.auxiliary.items()}
     evaluate = program.on_mesh(program.step.evaluate)
     return model_flops_per_step(evaluate, program.abstract_variables, config.batches.spec(config.model), auxiliary)

@@ -201,7 +201,7 @@ def encoded_batches(
     read = read_files(encoders, model)
     sizes, images = list(read), list(read.values())
     names = [name for each in images for name in each.names]
-    captions = captions_of(names)
+    captions = captions_of(names, noun=settings.work()[0])
     identity = EncoderIdentity.of(encoders, model.text_tokens)
     # First the latents, whose scale is checked: encoding the captions can take much longer.
     encoded_latents, keys = encode_images(encoders, [each.pixels for each in images], latents, at_once)

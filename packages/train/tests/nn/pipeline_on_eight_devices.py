@@ -16,6 +16,8 @@ from stack_core.ops.dual_chunk import DualChunk
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
 from stack_train.models.bamba import BambaConfig
+from stack_train.models.deepseek_v3 import DeepseekV3Config
+from stack_train.models.gemma3 import Gemma3Config
 from stack_train.models.llama import LlamaConfig
 from stack_train.models.nemotron_h import NemotronHConfig
 from stack_train.models.qwen2 import Qwen2Config
@@ -23,6 +25,7 @@ from stack_train.nn.schedules import schedule
 from stack_train.nn.stack import NamedRemat
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
+from stack_train.optim.groups import GroupConfig
 from stack_train.step.precision import Precision
 from stack_train.step.program import Program
 from stack_train.step.step import make_step
@@ -45,6 +48,23 @@ ONE_MIXER = NemotronHConfig(
     mamba_head_dim=8,
     mamba_state=6,
 )
+EXPERTS = {"experts": 8, "active_experts": 3, "expert_mlp": 24}
+BALANCED = DeepseekV3Config(
+    **SIZES | EXPERTS | {"layers": 5, "kv_heads": None},
+    query_rank=16,
+    kv_rank=8,
+    nope_dim=8,
+    rope_dim=4,
+    value_dim=8,
+    dense_layers=1,
+    expert_groups=4,
+    kept_groups=3,
+    bias_rate=0.01,
+    mtp_layers=1,
+)
+PERIODIC = Gemma3Config(**SIZES | {"layers": 9}, head_dim=8, window=8, period=2)
+FROZEN = {"embedding": GroupConfig(frozen=True), "blocks/.*/query_up": GroupConfig(frozen=True)}
+BALANCED_OBJECTIVE = CausalLMConfig(balance_loss=0.1, router_z_loss=0.01, mtp_loss=0.3)
 KEPT = NamedRemat(save=("attention",), offload=("query", "hidden"))
 MICROBATCHES, SEQ = 4, 16
 FEW = (
@@ -62,13 +82,21 @@ ALL = (
     ("interleaved", 2, {"stage": 4, "fsdp": 2}),
     ("gpipe", 1, {"stage": 4, "fsdp": 2}),
 )
+MIXED = (
+    ("1f1b", 1, {"stage": 2, "expert": 2, "fsdp": 2}),
+    ("interleaved", 2, {"stage": 2, "expert": 2}),
+    ("gpipe", 1, {"stage": 4, "data": 2}),
+)
 
 
-def make_program(sizes, name=None, chunks=1, *, microbatches=MICROBATCHES, model=MODEL, **changes):
+def make_program(
+    sizes, name=None, chunks=1, *, microbatches=MICROBATCHES, model=MODEL, objective=None, groups=None, **changes
+):
     stages = sizes.get("stage", 1)
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
     of_stages = schedule(name, stages=stages, microbatches=microbatches, chunks=chunks) if name else None
-    return Program(make_step(model, CausalLMConfig(), SgdConfig(), schedule=of_stages, **changes), mesh)
+    optimizer = SgdConfig(groups=groups or {})
+    return Program(make_step(model, objective or CausalLMConfig(), optimizer, schedule=of_stages, **changes), mesh)
 
 
 def batch_of(rows):
@@ -108,6 +136,32 @@ def stages_give_the_gradients_of_one_device(chosen, model=MODEL):
             evaluate = jax.jit(program.on_mesh(program.step.evaluate))
             again = evaluate(placed, jax.device_put(batch, program.batch_shardings(batch)))
             np.testing.assert_allclose(float(again["loss"]), loss, rtol=1e-6, err_msg=where)
+
+
+def mixtures_in_stages_equal_one_device(chosen, model=BALANCED):
+    """One device accumulates the gradients of the same microbatches, whose updates of biases follow one another."""
+    batch = batch_of(16)
+    # Padding: a load of exactly 1 / experts, which 64 tokens can have, rounds to either side of it.
+    batch["segment_ids"][:MICROBATCHES, -1], batch["targets"][:MICROBATCHES, -1] = 0, -100
+    settings = {"model": model, "objective": BALANCED_OBJECTIVE, "groups": FROZEN}
+    single = make_program({"data": 1}, accumulation_steps=MICROBATCHES, **settings)
+    start = single.init(key=jax.random.key(0))
+    assert len(jax.tree.leaves(start.frozen)) == 3
+    expected = all_results(single, start, batch)
+    for before, after in zip(*map(jax.tree.leaves, (start.mutable, expected[2])), strict=True):
+        assert len(np.unique(np.abs(after - before).round(3))) > 1, "the biases have moved by different amounts"
+    for name, chunks, sizes in chosen:
+        program = make_program(sizes, name, chunks, **settings)
+        found = all_results(program, start, batch)
+        where = f"{name}, {chunks} chunks, {sizes}"
+        assert found[1].pop("dropped", 0) == 0 and found[1].keys() == expected[1].keys(), where
+        for one, several in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+            np.testing.assert_allclose(several, one, rtol=1e-5, atol=1e-5, err_msg=where)
+
+
+def all_results(program, start, batch):
+    gradients, metrics, mutable = compiled_gradients(program, batch)(*place(program, start, batch))
+    return jax.device_get((gradients, {name: float(metric) for name, metric in metrics.items()}, mutable))
 
 
 def of(program, start, batch):
@@ -194,11 +248,12 @@ def what_a_stage_keeps_does_not_grow_with_microbatches(schedules, counts):
 
 if __name__ == "__main__":
     everything = "all" in sys.argv
+    mixtures_in_stages_equal_one_device(MIXED if everything else MIXED[:1])
     stages_give_the_gradients_of_one_device(ALL if everything else FEW)
     stages_sum_the_gradients_of_bfloat16_parameters_in_float32()
     if everything:
         schedules = (("1f1b", 1), ("interleaved", 2), ("gpipe", 1))
-        for model in (HYBRID, ONE_MIXER, DUAL_CHUNKS):
+        for model in (HYBRID, ONE_MIXER, DUAL_CHUNKS, PERIODIC):
             stages_give_the_gradients_of_one_device((("1f1b", 1, {"stage": 2}),), model)
         each_stage_does_its_share_of_the_layers(schedules[:2])
         what_a_stage_keeps_does_not_grow_with_microbatches(schedules, (8, 128))

@@ -74,6 +74,25 @@ def test_what_is_kept_does_not_grow_with_microbatches_but_for_gpipe():
     assert (kept["gpipe", 8], kept["gpipe", 128]) == (8, 128)
 
 
+@settings(max_examples=40, deadline=None)
+@given(NAMES, st.integers(1, 5), st.integers(1, 11))
+def test_recent_microbatches_are_those_between_forward_and_backward_of_a_chunk(named, stages, microbatches):
+    """A value that each forward pass stores at `microbatch % recent_microbatches` is there in its backward pass."""
+    made = schedule(named[0], stages=stages, microbatches=microbatches, chunks=named[1])
+    size, stored, most = made.recent_microbatches, {}, 0
+    for tick in range(len(made.table["forward"])):
+        for stage in range(stages):
+            row = {column: int(values[tick, stage]) for column, values in made.table.items()}
+            if (microbatch := row["forward"]) >= 0:
+                stored[stage, row["forward_chunk"], microbatch % size] = microbatch
+            if (microbatch := row["backward"]) >= 0:
+                chunk = row["backward_chunk"]
+                assert stored[stage, chunk, microbatch % size] == microbatch
+                newest = max(value for (*place, _), value in stored.items() if place == [stage, chunk])
+                most = max(most, newest - microbatch + 1)
+    assert size == most
+
+
 def test_a_program_has_three_loops_at_most():
     phases = schedule("1f1b", stages=4, microbatches=8).phases
     assert [(phase.end - phase.start, phase.forward, phase.backward) for phase in phases] == [

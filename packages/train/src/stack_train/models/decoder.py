@@ -87,8 +87,8 @@ class Decoder(nnx.Module):
         Raises:
           ArgumentError: the tokens are not integers.
           ShardingError: several devices share a sequence with images.
-          TrainingError: pipeline stages divide layers that share keys and values, have per-layer embeddings, or decay
-            by their depth.
+          TrainingError: pipeline stages divide layers that share keys and values, have per-layer embeddings, decay by
+            their depth or replay experts, or cannot divide the groups of layers.
           ShapeError: there are more tokens than `max_positions`, both segments and a cache, or experts of other sizes.
         """
         self._check(tokens, segment_ids, cache, experts)
@@ -155,6 +155,7 @@ class Decoder(nnx.Module):
                 remat=config.remat,
                 unroll=config.unroll if cache is None else False,  # a loop updates a cache in place
                 moves=cache is None,
+                staged=number == self._staged_group,
             )
             layer_caches.append([layer_cache for layer_cache, _ in outputs])
             facts.append([layer_facts for _, layer_facts in outputs])
@@ -345,7 +346,7 @@ class Decoder(nnx.Module):
             hidden, _, facts = layer(hidden, rows, embedded)
             return hidden, (hidden, facts)
 
-        options: Any = {"remat": self.config.remat, "unroll": self.config.unroll, "moves": True}
+        options: Any = {"remat": self.config.remat, "unroll": self.config.unroll, "moves": True, "staged": False}
         _, ((normed, facts),) = scan_layers(run, [layers], hidden, [embedded], per_row=rows, **options)
         return tuple(normed[place] for place in range(len(later_tokens))), facts
 
@@ -353,20 +354,39 @@ class Decoder(nnx.Module):
         values = self.config.initializer_std * jax.random.normal(key, shape, self.config.param_dtype)
         return nnx.Param(values, logical_axes=axes)
 
-    def _check(
-        self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None, experts: jax.Array | None
-    ) -> None:
+    @property
+    def _staged_group(self) -> int:
+        """Index of the group with the most repetitions, which pipeline stages divide."""
+        return max(range(len(self.groups)), key=lambda number: self.groups[number].repeats)
+
+    def _check_stages(self, *, replays: bool) -> None:
+        """Raises a TrainingError if pipeline stages cannot divide the layers."""
+        staged, repeats = self._staged_group, [group.repeats for group in self.groups]
+        if self.further is not None:
+            repeats.append(self.further.project.kernel.shape[0])
+        before = (spec.feed_forward for group in self.groups[:staged] for spec in group.period)
         causes = {
             "share keys and values": bool(self.sources),
             "have per-layer embeddings": self.layer_inputs is not None,
             "decay by their depth": any(
                 isinstance(spec.attention, LightningAttention) for group in self.groups for spec in group.period
             ),
+            "replay experts": replays,
+            "are in several groups that repeat equally often": repeats.count(max(repeats)) > 1,
+            "precede the largest group and balance their experts by biases": any(
+                isinstance(each, Experts) and each.router.bias_rate is not None for each in before
+            ),
         }
-        if boundary() is not None and (found := [cause for cause, holds in causes.items() if holds]):
+        if found := [cause for cause, holds in causes.items() if holds]:
             raise TrainingError(
                 f"mesh.stage divides the layers, and layers of this model {found[0]}. Set mesh.stage=1."
             )
+
+    def _check(
+        self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None, experts: jax.Array | None
+    ) -> None:
+        if boundary() is not None:
+            self._check_stages(replays=experts is not None)
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ArgumentError(f"The tokens are {tokens.dtype}; expected integer token ids.")
         if tokens.shape[1] > self.config.max_positions:

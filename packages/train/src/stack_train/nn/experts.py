@@ -13,11 +13,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from stack_core import ops
-from stack_core.abi.mesh import LogicalAxes, axes_of, map_parts
+from stack_core.abi.mesh import LogicalAxes, axes_of
 from stack_core.ops.building import ACTIVATIONS, gate_product
 from stack_train.nn.build import Build
 from stack_train.nn.feed_forward import Activation, Facts, Gated, Plain
 from stack_train.nn.linear import FloatName
+from stack_train.nn.parts import map_parts
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Rows
 

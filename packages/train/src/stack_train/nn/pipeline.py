@@ -6,10 +6,9 @@ collectives along other mesh axes as usual. All stages compute the embedding bef
 them, but only the first stage's embedding and the last stage's loss are used.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,58 +21,97 @@ from stack_core.abi.errors import ShardingError, TrainingError
 from stack_train.nn.schedules import COLUMNS, Phase, Schedule
 from stack_train.step.precision import add_gradients, zero_sums
 
-__all__ = ["Boundary", "boundary", "run_stages"]
+__all__ = ["Boundary", "Received", "Values", "boundary", "in_stage", "run_stages"]
 
 Tree = Any
-Function = Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]
-"""Function (layers of a piece, shared parameters, microbatch) -> (loss, metrics)."""
 
 _current: ContextVar["Boundary | None"] = ContextVar("boundary", default=None)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["trained", "mutable", "frozen"], meta_fields=[])
+@dataclass(frozen=True)
+class Values:
+    """Values of a model's variables by name, by their role in a step.
+
+    Attributes:
+      trained: parameters with gradients.
+      mutable: variables that the forward pass updates.
+      frozen: variables that never change; a value may be a quantized array.
+    """
+
+    trained: Mapping[str, jax.Array]
+    mutable: Mapping[str, jax.Array]
+    frozen: Mapping[str, Any]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["activations", "outputs", "piece"], meta_fields=["pieces"])
+@dataclass(frozen=True)
+class Received:
+    """The message from the previous piece of the layers to the next one.
+
+    Attributes:
+      activations: input of the piece's layers; None keeps the model's own input.
+      outputs: other outputs of all layers, [pieces, layers of a piece, ...]; entries of later pieces are zeros or
+        outdated. None stands for zeros.
+      piece: index of the piece that receives it.
+      pieces: number of pieces.
+    """
+
+    activations: Tree
+    outputs: Tree
+    piece: Any
+    pieces: int
+
+
+Function = Callable[[Values, Values, Received, Tree], tuple[Tree, jax.Array, Tree, tuple[Mapping[str, Any], ...]]]
+"""Function (layers of a piece, other variables, message, microbatch) -> (activations and outputs of `Received`, loss,
+metrics, the mutable variables of the layers and the others after the forward pass)."""
 
 
 class Boundary:
     """The input and output of the layers in one call of a model inside `run_stages`.
 
     Attributes:
-      received: input of the layers, from the previous stage; None keeps the model's own input.
-      is_first: True for the first piece of the layers, which ignores `received`.
-      output: output of the layers.
+      received: message from the previous piece.
+      sent: activations and outputs of the layers, the message to the next piece; None before the layers.
     """
 
-    def __init__(self, received: Tree = None, is_first: Any = True) -> None:
-        self.received, self.is_first, self.output = received, is_first, None
+    def __init__(self, received: Received) -> None:
+        self.received = received
+        self.sent: Tree = None
         self._entered = False
 
     def enter(self, carry: Tree) -> Tree:
         """Returns the input of the layers.
 
         Raises:
-          TrainingError: the model runs more than one loop over layers.
+          TrainingError: the model runs more than one loop over layers that stages divide.
         """
         if self._entered:
             raise TrainingError(
-                "mesh.stage splits one loop over layers, and this step runs several: its model has more than one group "
-                "of repeating layers, or its objective calls more than one model. Set mesh.stage=1."
+                "mesh.stage splits one loop over layers, and this step runs several: its model has a tower or another "
+                "group of layers, or its objective calls more than one model. Set mesh.stage=1."
             )
         self._entered = True
-        if self.received is None:
+        received = self.received
+        if received.activations is None:
             return carry
         # All stages run one program: the first stage takes its own embedding, later stages the received activations.
-        return jax.tree.map(lambda embedded, x: jnp.where(self.is_first, embedded, x), carry, self.received)
+        return jax.tree.map(lambda x, y: jnp.where(received.piece == 0, x, y), carry, received.activations)
 
     def leave(self, carry: Tree, outputs: Tree) -> Tree:
-        """Records the output of the layers.
+        """Adds the outputs of this piece's layers, [layers of a piece, ...], to the outputs of earlier pieces.
 
-        Raises:
-          TrainingError: the layers have outputs besides the carry.
+        Returns:
+          The outputs of all layers, [layers, ...]. They are complete on the last piece, whose loss is used.
         """
-        if jax.tree.leaves(outputs):
-            raise TrainingError(
-                "The layers report facts, as experts and trained indexers do, and the objective gets none from stages. "
-                "Set mesh.stage=1, and split experts over mesh.expert."
-            )
-        self.output = carry
-        return carry
+        pieces, piece = self.received.pieces, jnp.maximum(self.received.piece, 0)
+        earlier = self.received.outputs
+        if earlier is None:
+            earlier = jax.tree.map(lambda x: jnp.zeros((pieces, *x.shape), x.dtype), outputs)
+        together = jax.tree.map(lambda x, new: x.at[piece].set(new), earlier, outputs)
+        self.sent = (carry, together)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), together)
 
 
 def boundary() -> Boundary | None:
@@ -81,46 +119,62 @@ def boundary() -> Boundary | None:
     return _current.get()
 
 
-@contextlib.contextmanager
-def _around(found: Boundary) -> Iterator[None]:
-    token = _current.set(found)
+def in_stage(received: Received, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+    """Calls a function whose layers are the layers of one piece.
+
+    Returns:
+      The result, and the activations and outputs of the message to the next piece.
+
+    Raises:
+      TrainingError: the function does not run `scan_layers` exactly once over layers that stages divide.
+    """
+    around = Boundary(received)
+    token = _current.set(around)
     try:
-        yield
+        result = function(*args, **kwargs)
     finally:
         _current.reset(token)
+    if around.sent is None:
+        raise TrainingError("mesh.stage splits the loop over layers, and this step runs none. Set mesh.stage=1.")
+    return result, around.sent
 
 
 def run_stages(
     function: Function,
-    layers: Mapping[str, jax.Array],
-    shared: Mapping[str, jax.Array],
+    layers: Values,
+    shared: Values,
     microbatches: Tree,
     schedule: Schedule,
     *,
     gradients: bool,
     specs: tuple[Mapping[str, PartitionSpec], Mapping[str, PartitionSpec]],
-) -> tuple[Tree, tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]] | None]:
+) -> tuple[Tree, tuple[Mapping[str, jax.Array], ...] | None]:
     """Calls a function for each microbatch, and optionally sums the gradients of its losses.
 
+    Mutable variables of layers pass through the microbatches in order, as on one device: each forward pass reads the
+    updates of earlier ones. The backward pass recomputes with the values of its forward pass. Without gradients, the
+    variables stay unchanged.
+
     Args:
-      function: loss function, which must run `scan_layers` exactly once over its layers.
-      layers: arrays [layers, ...], split over "stage".
-      shared: the remaining parameters, replicated over "stage".
+      function: loss function, which calls `in_stage`.
+      layers: variables [layers, ...], split over "stage".
+      shared: the remaining variables, replicated over "stage". The last piece updates mutable variables, so they
+        belong to layers after the divided ones.
       microbatches: arrays [microbatches, ...], replicated over "stage".
       schedule: schedule of the stages.
       gradients: computes gradients; otherwise only the forward half of the table runs.
       specs: partition specs of the gradients of `layers` and `shared`.
 
     Returns:
-      The metrics, stacked [microbatches, ...], and the gradients of the sum of all losses with respect to `layers` and
-      `shared`, or None.
+      The metrics, stacked [microbatches, ...]; and the gradients of the sum of all losses with respect to `layers` and
+      `shared`, and their mutable variables after the last microbatch, or None.
 
     Raises:
       ShardingError: the layers do not divide into the pieces of the schedule.
-      TrainingError: the function does not run `scan_layers` exactly once, or layers report facts.
+      TrainingError: the function does not run `scan_layers` exactly once.
     """
     stages, chunks = schedule.stages, schedule.chunks
-    for name, leaf in layers.items():
+    for name, leaf in [*layers.trained.items(), *layers.mutable.items(), *layers.frozen.items()]:
         if leaf.shape[0] % (stages * chunks):
             raise ShardingError(
                 f"{name} has {leaf.shape[0]} layers, which is no multiple of {stages * chunks}: mesh.stage={stages} x "
@@ -129,30 +183,34 @@ def run_stages(
             )
     # [layers, ...] -> [chunks, stages, layers of a piece, ...]: piece g is chunk g // stages of stage g % stages.
     # Interleaved chunks: neighbouring pieces lie on neighbouring stages, so results always move one stage on.
-    pieces = {name: x.reshape(chunks, stages, -1, *x.shape[1:]) for name, x in layers.items()}
-    by_stage = PartitionSpec(None, "stage")
-    outs: Any = (PartitionSpec(), (by_stage, PartitionSpec()) if gradients else None)
+    pieces = jax.tree.map(lambda x: x.reshape(chunks, stages, -1, *x.shape[1:]), layers)
+    by_stage, everywhere = PartitionSpec(None, "stage"), PartitionSpec()
+    outs: Any = (everywhere, (by_stage, everywhere, by_stage, everywhere) if gradients else None)
     run = partial(_Stage.run, function, schedule, gradients, specs)
-    mapped = jax.shard_map(
-        run, axis_names={"stage"}, in_specs=(by_stage, PartitionSpec(), PartitionSpec()), out_specs=outs
-    )
-    metrics, found = mapped(pieces, dict(shared), microbatches)
+    mapped = jax.shard_map(run, axis_names={"stage"}, in_specs=(by_stage, everywhere, everywhere), out_specs=outs)
+    metrics, found = mapped(pieces, shared, microbatches)
     if found is None:
         return metrics, None
     # [chunks, stages, layers of a piece, ...] -> [layers, ...], the inverse of `pieces`.
-    of_layers = {name: found[0][name].reshape(x.shape) for name, x in layers.items()}
-    return metrics, (of_layers, found[1])
+    of_layers, moved = (
+        {name: x.reshape(whole[name].shape) for name, x in found[place].items()}
+        for place, whole in ((0, layers.trained), (2, layers.mutable))
+    )
+    return metrics, (of_layers, found[1], moved, found[3])
 
 
 @dataclass(frozen=True, eq=False)
 class _Carry:
     """State that a stage carries between ticks."""
 
-    inputs: Tree  # [slots, ...], activations received from the previous stage
+    inputs: Tree  # [slots, ...], activations and outputs received from the previous stage
     gradients: Tree  # [gradient_slots, ...], cotangents of this stage's outputs, from the next stage
     metrics: Tree  # [microbatches, ...]
     of_layers: Tree  # gradient sums of this stage's layers, in a wide dtype
     of_shared: Tree  # gradient sums of the shared parameters
+    mutable: Tree  # mutable variables of this stage's layers, [chunks, layers of a piece, ...]
+    earlier: Tree  # their values before recent forward passes, [recent_microbatches, chunks, ...]
+    shared_mutable: Tree
 
 
 jax.tree_util.register_dataclass(_Carry, list(_Carry.__dataclass_fields__), [])
@@ -166,8 +224,8 @@ class _Stage:
     schedule: Schedule
     with_gradients: bool
     specs: tuple[Mapping[str, PartitionSpec], Mapping[str, PartitionSpec]]
-    layers: Mapping[str, jax.Array]
-    shared: Mapping[str, jax.Array]
+    layers: Values
+    shared: Values
     microbatches: Tree
     index: Any
 
@@ -184,7 +242,7 @@ class _Stage:
     ) -> Any:
         """Runs all ticks; returns the results of `run_stages` by stage."""
         # shard_map leaves an axis of size 1 for "stage".
-        layers = {name: x[:, 0] for name, x in layers.items()}
+        layers = jax.tree.map(lambda x: x[:, 0], layers)
         # Arrays that do not vary over stages would have their gradients summed over the stages in every tick.
         shared, rows = _varying((shared, rows))
         stage = cls(function, schedule, with_gradients, specs, layers, shared, rows, lax.axis_index("stage"))
@@ -198,105 +256,126 @@ class _Stage:
         metrics = lax.psum(carried.metrics, "stage")  # zero on all stages except the last
         if not with_gradients:
             return metrics, None
-        return metrics, (
-            {name: x[:, None] for name, x in carried.of_layers.items()},
-            lax.psum(carried.of_shared, "stage"),
-        )
+        of_layers, moved = ({name: x[:, None] for name, x in of.items()} for of in (carried.of_layers, carried.mutable))
+        # Only the last stage has updated the shared variables.
+        last = jax.tree.map(lambda x: jnp.where(stage.is_last_stage, x, jnp.zeros_like(x)), carried.shared_mutable)
+        return metrics, (of_layers, lax.psum(carried.of_shared, "stage"), moved, lax.psum(last, "stage"))
 
     def start(self) -> _Carry:
         """Returns the initial state, filled with zeros."""
         row = jax.tree.map(lambda x: x[0], self.microbatches)
-        piece = {name: x[0] for name, x in self.layers.items()}
+        piece = jax.tree.map(lambda x: x[0], self.layers)
         # Shapes of what crosses a stage boundary; nothing is computed.
-        output, _, metrics = jax.eval_shape(partial(self.call, None, True), piece, self.shared, row)
+        call = partial(self.call, None, 0)
+        sent, _, metrics, _ = jax.eval_shape(call, piece, self.shared, row)
         zeros = lambda tree, *lead: jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), tree)
         wanted = self.with_gradients
         schedule = self.schedule
         carried = _Carry(
-            inputs=zeros(output, schedule.slots),
-            gradients=zeros(output, schedule.gradient_slots) if wanted else (),
+            inputs=zeros(sent, schedule.slots),
+            gradients=zeros(sent, schedule.gradient_slots) if wanted else (),
             metrics=zeros(metrics, schedule.microbatches),
-            of_layers=zero_sums(self.layers) if wanted else {},
-            of_shared=zero_sums(self.shared) if wanted else {},
+            of_layers=zero_sums(self.layers.trained) if wanted else {},
+            of_shared=zero_sums(self.shared.trained) if wanted else {},
+            mutable=self.layers.mutable,
+            earlier=zeros(self.layers.mutable, schedule.recent_microbatches) if wanted else {},
+            shared_mutable=self.shared.mutable,
         )
         return self.sharded(_varying(carried))
 
-    def call(self, received: Tree, is_first: Any, piece: Tree, shared: Tree, row: Tree) -> tuple[Tree, Any, Tree]:
-        """Runs the function on a piece; returns the output of the layers, the loss and the metrics."""
-        around = Boundary(received, is_first)
-        with _around(around):
-            loss, metrics = self.function(piece, shared, row)
-        if around.output is None:
-            raise TrainingError("mesh.stage splits the loop over layers, and this step runs none. Set mesh.stage=1.")
-        return _varying((around.output, loss, metrics))
+    def call(
+        self, received: Tree, piece: Any, layers: Values, shared: Values, row: Tree
+    ) -> tuple[Tree, Any, Tree, tuple[Mapping[str, Any], ...]]:
+        """Runs the function on a piece; returns its message, the loss, the metrics and the mutable variables."""
+        activations, outputs = (None, None) if received is None else received
+        message = Received(activations, outputs, piece, self.schedule.stages * self.schedule.chunks)
+        return _varying(self.function(layers, shared, message, row))
 
     def tick(self, phase: Phase, carried: _Carry, columns: Mapping[str, Any]) -> tuple[_Carry, None]:
         """Runs one tick: at most one forward and one backward step, and the exchange with both neighbours."""
         now = {name: column[self.index] for name, column in columns.items()}
-        inputs, gradients = carried.inputs, carried.gradients
-        fields: dict[str, Any] = {name: getattr(carried, name) for name in ("metrics", "of_layers", "of_shared")}
+        before = carried
         if phase.forward:
-            output, metrics = self.forward(carried, now)
+            carried, sent = self.forward(carried, now)
             # ppermute runs on all stages in every tick. A stage without a new input has slot -1 and keeps its buffers.
-            inputs = _written(inputs, now["arriving_slot"], self.passed(output, 1))
-            if not self.with_gradients:
-                # The loss is valid only on the last piece; -1 leaves the metrics of other stages unchanged.
-                is_last = self.is_last(now["forward_chunk"])
-                fields["metrics"] = _written(carried.metrics, jnp.where(is_last, now["forward"], -1), metrics)
+            inputs = _written(carried.inputs, now["arriving_slot"], self.passed(sent, 1))
+            carried = replace(carried, inputs=inputs)
         if phase.backward and self.with_gradients:
-            changed, of_input = self.backward(carried, now)
-            fields |= changed
+            # The slot of its input may receive a new one at the end of this tick.
+            carried, of_input = self.backward(carried, before.inputs, now)
             # Cotangents travel in the opposite direction.
-            gradients = _written(gradients, now["arriving_gradient_slot"], self.passed(of_input, -1))
-        return self.sharded(_Carry(inputs=inputs, gradients=gradients, **fields)), None
+            gradients = _written(carried.gradients, now["arriving_gradient_slot"], self.passed(of_input, -1))
+            carried = replace(carried, gradients=gradients)
+        return self.sharded(carried), None
 
-    def forward(self, carried: _Carry, now: Mapping[str, Any]) -> tuple[Tree, Tree]:
-        """Runs a piece forward; returns its output and the metrics, which are valid only for the last piece."""
-        chunk, row = now["forward_chunk"], _read(self.microbatches, now["forward"])
-        received = _read(carried.inputs, now["forward_slot"])
-        output, _, metrics = self.call(received, self.is_first(chunk), self.piece(chunk), self.shared, row)
-        return output, metrics
+    def forward(self, carried: _Carry, now: Mapping[str, Any]) -> tuple[_Carry, Tree]:
+        """Runs a piece forward; returns the changed state, and the message to the next piece."""
+        chunk, microbatch = now["forward_chunk"], now["forward"]
+        received, layers = _read(carried.inputs, now["forward_slot"]), self.layers_of(chunk, carried.mutable)
+        row, shared = _read(self.microbatches, microbatch), replace(self.shared, mutable=carried.shared_mutable)
+        sent, _, metrics, (moved, _) = self.call(received, self.piece(chunk), layers, shared, row)
+        if not self.with_gradients:
+            # The loss is valid only on the last piece; -1 leaves the metrics of other stages unchanged.
+            place = jnp.where(self.is_last(chunk), microbatch, -1)
+            return replace(carried, metrics=_written(carried.metrics, place, metrics)), sent
+        # Idle ticks, with a chunk of -1, change nothing.
+        mutable = _written(carried.mutable, chunk, moved)
+        recent = jnp.where(microbatch >= 0, microbatch % self.schedule.recent_microbatches, -1)
+        kept = _written(_read(carried.earlier, recent), chunk, layers.mutable)
+        return replace(carried, mutable=mutable, earlier=_written(carried.earlier, recent, kept)), sent
 
-    def backward(self, carried: _Carry, now: Mapping[str, Any]) -> tuple[dict[str, Tree], Tree]:
+    def backward(self, carried: _Carry, inputs: Tree, now: Mapping[str, Any]) -> tuple[_Carry, Tree]:
         """Recomputes a piece from its saved input and runs it backward.
 
         Returns:
-          The changed fields of the state, and the cotangent of the piece's input.
+          The changed state, and the cotangent of the message that the piece received.
         """
-        chunk, row = now["backward_chunk"], _read(self.microbatches, now["backward"])
-        is_first, is_last, does = self.is_first(chunk), self.is_last(chunk), now["backward"] >= 0
+        chunk, microbatch = now["backward_chunk"], now["backward"]
+        row, is_last, does = _read(self.microbatches, microbatch), self.is_last(chunk), microbatch >= 0
+        layers = self.layers_of(chunk, _read(carried.earlier, microbatch % self.schedule.recent_microbatches))
 
-        def run(piece: Tree, shared: Tree, received: Tree) -> tuple[tuple[Tree, Any], Tree]:
-            output, loss, metrics = self.call(received, is_first, piece, shared, row)
-            return (output, loss), metrics
+        def run(of_layers: Tree, of_shared: Tree, received: Tree) -> tuple[tuple[Tree, Any], Tree]:
+            shared = Values(of_shared, carried.shared_mutable, self.shared.frozen)
+            piece = replace(layers, trained=of_layers)
+            sent, loss, metrics, (_, moved) = self.call(received, self.piece(chunk), piece, shared, row)
+            return (sent, loss), (metrics, moved)
 
-        received = _read(carried.inputs, now["backward_slot"])
         # Recomputes the piece: only its input is stored between the two passes.
-        (output, loss), vjp, metrics = jax.vjp(run, self.piece(chunk), self.shared, received, has_aux=True)
+        arguments = (layers.trained, self.shared.trained, _read(inputs, now["backward_slot"]))
+        (sent, loss), vjp, (metrics, moved) = jax.vjp(run, *arguments, has_aux=True)
         arrived = _read(carried.gradients, now["gradient_slot"])
         # The last piece computes the loss, whose cotangent is 1; its output goes nowhere, so its cotangent is 0.
-        of_output = jax.tree.map(lambda x, g: jnp.where(is_last, 0, g).astype(x.dtype), output, arrived)
-        of_piece, of_shared, of_input = vjp((of_output, jnp.where(is_last, 1, 0).astype(loss.dtype)))
+        of_output = jax.tree.map(lambda x, g: jnp.where(is_last, 0, g).astype(x.dtype), sent, arrived)
+        of_layers, of_shared, of_input = vjp((of_output, jnp.where(is_last, 1, 0).astype(loss.dtype)))
         # Idle ticks compute a backward pass of arbitrary entries, whose gradients must not be added.
         counted = lambda x: jnp.where(does, x, 0)
         at = jnp.maximum(chunk, 0)
-        return {
-            "metrics": _written(carried.metrics, jnp.where(is_last, now["backward"], -1), metrics),
-            "of_layers": jax.tree.map(
-                lambda sums, x: sums.at[at].add(counted(x).astype(sums.dtype)), carried.of_layers, of_piece
+        changed = replace(
+            carried,
+            metrics=_written(carried.metrics, jnp.where(is_last, microbatch, -1), metrics),
+            of_layers=jax.tree.map(
+                lambda sums, x: sums.at[at].add(counted(x).astype(sums.dtype)), carried.of_layers, of_layers
             ),
-            "of_shared": add_gradients(carried.of_shared, jax.tree.map(counted, of_shared)),
-        }, of_input
+            of_shared=add_gradients(carried.of_shared, jax.tree.map(counted, of_shared)),
+            # The last piece runs microbatches backward in order.
+            shared_mutable=jax.tree.map(lambda old, new: jnp.where(is_last, new, old), carried.shared_mutable, moved),
+        )
+        return changed, of_input
 
-    def piece(self, chunk: Any) -> dict[str, jax.Array]:
-        return dict(_read(self.layers, chunk))
+    def layers_of(self, chunk: Any, mutable: Tree) -> Values:
+        """Returns the variables of a chunk's layers, with the mutable variables of all chunks given."""
+        return _read(replace(self.layers, mutable=mutable), chunk)
 
-    def is_first(self, chunk: Any) -> Any:
-        # -1 is the chunk of an idle tick, whose results are discarded.
-        return (self.index == 0) & (chunk <= 0)
+    def piece(self, chunk: Any) -> Any:
+        """Returns the index of a piece among all pieces; 0 or less for idle ticks, whose results are discarded."""
+        return chunk * self.schedule.stages + self.index
 
     def is_last(self, chunk: Any) -> Any:
-        return (self.index == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
+        return self.is_last_stage & (chunk == self.schedule.chunks - 1)
+
+    @property
+    def is_last_stage(self) -> Any:
+        return self.index == self.schedule.stages - 1
 
     def passed(self, tree: Tree, by: int) -> Tree:
         """Shifts arrays by `by` stages along the pipeline, cyclically."""
@@ -313,7 +392,7 @@ class _Stage:
             {name: lax.with_sharding_constraint(x, specs[name]) for name, x in sums.items()}
             for sums, specs in zip((carried.of_layers, carried.of_shared), self.specs, strict=True)
         )
-        return _Carry(carried.inputs, carried.gradients, carried.metrics, of_layers, of_shared)
+        return replace(carried, of_layers=of_layers, of_shared=of_shared)
 
 
 def _varying(tree: Tree) -> Tree:

@@ -82,6 +82,20 @@ class Schedule:
         starts = [tick for tick, kind in enumerate(kinds) if tick == 0 or kind != kinds[tick - 1]]
         return tuple(Phase(*ends, *kinds[ends[0]]) for ends in zip(starts, [*starts[1:], len(kinds)], strict=True))
 
+    @cached_property
+    def recent_microbatches(self) -> int:
+        """Maximum number of consecutive microbatches between the last forward and the next backward of a chunk."""
+        most = 1
+        for stage in range(self.stages):
+            for chunk in range(self.chunks):
+                # Tick of each microbatch, which run in order in both directions.
+                forward, backward = (
+                    np.flatnonzero(self.table[f"{kind}_chunk"][:, stage] == chunk) for kind in ("forward", "backward")
+                )
+                started = np.searchsorted(forward, backward, side="right")
+                most = max(most, int(np.max(started - np.arange(self.microbatches))))
+        return most
+
     @property
     def work(self) -> float:
         """Duration relative to one device that runs all layers.

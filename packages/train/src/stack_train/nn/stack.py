@@ -108,7 +108,7 @@ _SAVED = {
 _MAX_UNROLLED = 32
 
 
-def scan_layers(
+def scan_layers(  # noqa: PLR0913  each is an option of the loop
     body: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
     period: Sequence[nnx.Module],
     carry: Any,
@@ -118,10 +118,12 @@ def scan_layers(
     remat: RematPolicy | NamedRemat,
     unroll: bool | None,
     moves: bool,
+    staged: bool = True,
 ) -> tuple[Any, list[Any]]:
     """Scans over the repetitions of a period of layers, which are traced once.
 
     Inside `run_stages`, the layers are the layers of one piece, and `carry` is the output of the previous piece.
+    The outputs belong to all layers.
 
     Args:
       body: function (layer, carry, per_row, slice of the layer's inputs) -> (carry, output).
@@ -135,6 +137,7 @@ def scan_layers(
       unroll: compile every layer separately. A loop has to copy each layer's saved values into and out of stacked
         arrays. None unrolls up to 32 layers on a single GPU, where these copies cost more than the compilation.
       moves: keep the updates of variables with the metadata `trained=False`.
+      staged: pipeline stages divide these layers; otherwise every stage computes all of them.
 
     Returns:
       The last carry, and each module's outputs stacked [repeats, ...].
@@ -161,15 +164,16 @@ def scan_layers(
             outputs.append(output)
         return carry, outputs
 
-    around = boundary()
+    around = boundary() if staged else None
     carry = carry if around is None else around.enter(carry)
     carry, results = jax.lax.scan(step, carry, (list(states), list(inputs)), unroll=unroll)
-    carry = carry if around is None else around.leave(carry, results)
+    outputs = [output for output, _ in results]
+    outputs = outputs if around is None else around.leave(carry, outputs)
     # The scan returned new values, so variables that layers updated are written back to the caller's modules.
     for layer, (_, moved) in zip(period, results, strict=True):
         if moved:
             nnx.update(layer, moved)
-    return carry, [output for output, _ in results]
+    return carry, outputs
 
 
 def _policy(remat: RematPolicy | NamedRemat) -> Callable[..., Any]:

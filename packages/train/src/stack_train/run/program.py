@@ -150,10 +150,6 @@ def _check_staged(config: RunConfig, program: Program) -> None:
     problems = {
         "its devices would divide no work: the model has no parameters stacked over layers": not stacked,
         f"sections transform the model ({', '.join(transform_names(config))})": bool(transform_names(config)),
-        "variables are frozen": bool(jax.tree.leaves(state.frozen)),
-        "variables have trained=False, such as the bias of a router or the scale of a layer's output": bool(
-            jax.tree.leaves(state.mutable)
-        ),
         "the objective calls auxiliary models": bool(state.auxiliary),
         "the microbatches of run.pipeline take the place of run.accumulation_steps, which is more than 1": (
             config.run.accumulation_steps > 1

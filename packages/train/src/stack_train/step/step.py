@@ -18,6 +18,7 @@ from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.objectives import Objective
 from stack_core.abi.plugins import registries
 from stack_core.abi.transforms import ModelTransform
+from stack_train.nn.pipeline import Received, in_stage
 from stack_train.nn.schedules import Schedule
 from stack_train.objectives import as_objective, check_accumulation, compares_rows
 from stack_train.optim.optax_optimizer import Optimizer, as_optimizer
@@ -222,9 +223,9 @@ class Step:
         # From the step count, not split from a stored key: a resumed run samples as if it had not stopped.
         key = jax.random.fold_in(state.key, state.step)
         if self.schedule is not None:
-            gradients, metrics = self._staged(state.params, batch, key, evaluated=False)
+            gradients, metrics, mutable = self._staged(self.variables(state), batch, key, evaluated=False)
             assert gradients is not None, "None only in evaluation"
-            return self._sharded(gradients), metrics, state.mutable
+            return self._sharded(gradients), metrics, mutable
         of_microbatch = partial(self._microbatch_gradients, state)
         # The logits pass through the microbatches like other values of the forward pass.
         mutable = state.mutable if self.qk_clip is None else {**state.mutable, _LOGITS: self.qk_clip.empty()}
@@ -354,21 +355,35 @@ class Step:
         models = {name: self.auxiliary[name].merge(tree, variables) for name, tree in auxiliary.items()}
         return partial(self.objective, **models) if models else self.objective
 
-    def _staged(self, params: Tree, batch: Batch, key: jax.Array, *, evaluated: bool) -> tuple[Tree | None, Metrics]:
-        """Computes the gradients (None in evaluation) and metrics of a batch that goes through pipeline stages."""
+    def _staged(
+        self, variables: Tree, batch: Batch, key: jax.Array, *, evaluated: bool
+    ) -> tuple[Tree | None, Metrics, Tree]:
+        """Computes a batch that goes through pipeline stages.
 
-        def objective(params: Tree, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
+        Returns:
+          The gradients (None in evaluation), the metrics, and the variables that the forward pass updated.
+        """
+
+        def run(model: Any, received: Received, batch: Batch, *, key: jax.Array) -> tuple[jax.Array, Metrics, Tree]:
+            # A transform may trace this function, so the message enters and leaves it as arrays.
+            (loss, metrics), sent = in_stage(received, self.objective, model, batch, key=key)
+            return loss, metrics, sent
+
+        def objective(variables: Tree, received: Received, batch: Batch, key: jax.Array) -> Any:
             if evaluated:
-                return self.objective(self.model.evaluation_model(params), batch, key=key)
-            model = self.model.merge(params, key=jax.random.fold_in(key, _MODEL_STREAM))
-            model.train()
-            return self.objective(model, batch, key=key)
+                model = self.model.evaluation_model(variables)
+            else:
+                model = self.model.merge(variables, key=jax.random.fold_in(key, _MODEL_STREAM))
+                model.train()
+            before = values_of(model)
+            found = self.model.transform.call(run, model, received, batch, key=key)
+            return *found, self.model.variables.mutable_values(model, before)
 
         assert self.schedule is not None and in_mesh.value is not None, "stages need a schedule and a mesh"
         mesh, rules = in_mesh.value
-        shardings, _, _ = self.model.variables.split(self.model.variables.shardings(rules, mesh))
-        axes = self.model.variables.axes
-        return staged(objective, params, axes, shardings, batch, key, self.schedule, gradients=not evaluated)
+        structure = self.model.variables
+        shardings, _, _ = structure.split(structure.shardings(rules, mesh))
+        return staged(objective, structure, variables, shardings, batch, key, self.schedule, gradients=not evaluated)
 
     def _sharded(self, gradients: Tree) -> Tree:
         """Constrains gradients to the shardings of their parameters, which shards their sums and updates as well."""

@@ -119,10 +119,19 @@ class ModelVariables:
         """Shapes and dtypes of the variables that the optimizer updates."""
         return self.select(self.shapes, "trained")
 
+    @cached_property
+    def staged_paths(self) -> frozenset[Path]:
+        """Paths of the variables that pipeline stages divide: variables of the layers with the most repetitions."""
+        stacked = {path: self.shapes[path].shape[0] for path, axes in self.axes.items() if axes[:1] == ("layers",)}
+        return frozenset(path for path, layers in stacked.items() if layers == max(stacked.values()))
+
     def shardings(self, rules: ShardingRules, mesh: Mesh) -> Tree:
         """Computes the shardings of the variables that have values between steps, as nested dicts."""
         shapes = flatten_mapping(self.abstract)
         axes = {path: self.axes[path] for path in shapes}
+        # Every stage has the layers before and after the divided ones.
+        whole = (path for path, names in axes.items() if names[:1] == ("layers",) and path not in self.staged_paths)
+        axes |= {path: (None, *axes[path][1:]) for path in whole}
         return unflatten_mapping(variable_shardings(shapes, axes, rules, mesh))
 
     def merge(self, tree: Tree, *, key: jax.Array | None = None) -> Any:

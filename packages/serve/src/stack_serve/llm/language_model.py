@@ -116,8 +116,8 @@ class LLM:
 
     Args:
       model: directory of a run or of a Hugging Face checkpoint, or an open checkpoint.
-      settings: fields of `EngineConfig`, such as `max_sequences=8` or `adapters={"mine": "runs/lora"}`, or their names in
-        vLLM (`VLLM_NAMES`).
+      settings: fields of `EngineConfig`, such as `max_sequences=8` or `adapters={"mine": "runs/lora"}`; some also have
+        their name in vLLM (`VLLM_NAMES`).
 
     Raises:
       StackError: the model cannot be opened, or a setting is invalid for the model.

@@ -324,7 +324,7 @@ def bench(session: nox.Session) -> None:
     name, *arguments = session.posargs or [""]
     if name not in known:
         session.error(f"name a benchmark after `--`; there are: {', '.join(known)}")
-    _install(session, *PACKAGES)
+    _install(session, *PACKAGES, "gguf", "llguidance")  # to serve published files and constrained answers
     session.run("python", f"benchmarks/{name}.py", *arguments, env={"UV": str(nox.virtualenv.UV)})
 
 

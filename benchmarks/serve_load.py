@@ -3,7 +3,8 @@
     nox -s bench -- serve_load --minutes 5 --streams 200
     nox -s bench -- serve_load --minutes 0.5 --before main --rounds 4     # what a change costs
 
-The answers of some prompts are asked for one at a time first. Then each stream asks for a random one at a random
+The answers of some requests are asked for one at a time first: half of them plain completions, a quarter completions
+with a JSON Schema, and a quarter chats that have to call a tool. Then each stream asks for a random one at a random
 length, again and again; some hang up at once, some in the middle. An answer has to begin as the known one does and to
 have all its tokens. At the end no page may be in use and no program may have been compiled, and the server's memory has
 to have stayed as it was. Exits with 1 where it has not. `--before COMMIT` puts a server of that commit under the same
@@ -25,7 +26,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ WORKLOAD = Workload(layers=2, embed=128, heads=4, kv_heads=2, mlp=256, vocab=409
 HANG_UP_SHARE = 0.2
 MOST_GROWTH_BYTES_PER_MINUTE = 2e6
 SETTLE_S = 30.0
+SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}, "numbers": {"type": "array"}}}
+SCHEMA |= {"required": ["text", "numbers"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("find_number", "count_words")
+]
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}"
 _LEFT = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
 _SIZES = {"first": "at first", "last": "at last", "most": "at most"}
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -52,17 +59,45 @@ class HungUp(Exception):
 
 @dataclass(frozen=True)
 class Known:
-    """A prompt and the greedy answer that it has alone."""
+    """A request and the greedy answer that it has alone.
 
+    Attributes:
+      kind: "plain", "schema" or "tools".
+    """
+
+    kind: str
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    answer: tuple[int, ...] = ()
+
+    @property
+    def path(self) -> str:
+        return "/chat/completions" if self.kind == "tools" else "/completions"
+
+    def body(self, model: str, new_tokens: int) -> dict[str, object]:
+        body = body_of(model, self.prompt, new_tokens)
+        if self.kind == "schema":
+            body["structured_outputs"] = {"json": SCHEMA}
+        if self.kind == "tools":
+            del body["prompt"]
+            text = " ".join(map(str, self.prompt[:_MOST_WORDS]))
+            body |= {"messages": [{"role": "user", "content": text}], "tools": TOOLS, "tool_choice": "required"}
+        return body
+
+
+_KINDS = ("plain", "schema", "tools", "plain")
+_MOST_WORDS = 20
 
 
 @dataclass
 class Tally:
-    """What became of the streams: how many completed, hung up, or went wrong, and the first few that did."""
+    """What became of the streams: how many completed, hung up, or went wrong, and the first few that did.
+
+    Attributes:
+      kinds: number of completed answers by the kind of request.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -134,7 +169,16 @@ def served(python: Path, model: Path | str, options: argparse.Namespace) -> Iter
     """The server, on a port of its own; it has to end with 0 when it is told to."""
     stack = python.with_name("stack")
     sizes = ["--max-sequences", options.max_sequences, "--max-waiting", 4 * options.streams, "--pages", options.pages]
-    command = [stack, "serve", model, "--port", 0, "--json", *sizes]
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
+        template.write(TEMPLATE)
+        template.flush()
+        command = [stack, "serve", model, "--port", 0, "--json", *sizes, "--chat-template", template.name]
+        with _process(command) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def _process(command: Sequence[Any]) -> Iterator[Server]:
     process = subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
     )
@@ -157,7 +201,7 @@ async def loaded(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     async with Endpoint(server.address, timeout_s=120.0) as endpoint:
         model = (await endpoint.models())[0]
         source = random.Random(options.seed)
-        known = [await _known(endpoint, model, source) for _ in range(options.known)]
+        known = [await _known(endpoint, model, source, _KINDS[number % len(_KINDS)]) for number in range(options.known)]
         at_first = await _warm(server)
         tally, samples, cpu_s = Tally(), [], server.cpu_s()
         end_s = time.monotonic() + 60 * options.minutes
@@ -173,11 +217,12 @@ async def loaded(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     return {"cpu_us_a_token": 1e6 * cpu_s / tally.tokens, **_summary(tally, samples, at_first, at_last, options)}
 
 
-async def _known(endpoint: Endpoint, model: str, source: random.Random) -> Known:
-    prompt = [source.randrange(1, WORKLOAD.vocab) for _ in range(source.choice((3, 20, 64, 150, 300)))]
+async def _known(endpoint: Endpoint, model: str, source: random.Random, kind: str) -> Known:
+    length = source.choice((3, 20, 64, 150, 300))
+    asked = Known(kind, tuple(source.randrange(1, WORKLOAD.vocab) for _ in range(length)))
     tokens: list[int] = []
-    await endpoint.stream("/completions", body_of(model, prompt, 128), lambda data, _: tokens.extend(tokens_of(data)))
-    return Known(tuple(prompt), tuple(tokens))
+    await endpoint.stream(asked.path, asked.body(model, 128), lambda data, _: tokens.extend(tokens_of(data)))
+    return replace(asked, answer=tuple(tokens))
 
 
 async def _stream(
@@ -205,7 +250,7 @@ async def _ask(
     wait_s = 0.02 if hang_up_after == 0 else None
     try:
         async with asyncio.timeout(wait_s):
-            await endpoint.stream("/completions", body_of(model, case.prompt, wanted), receive)
+            await endpoint.stream(case.path, case.body(model, wanted), receive)
         expected = case.answer[:wanted]
         outcome = "completed"
     except (HungUp, TimeoutError):
@@ -217,6 +262,7 @@ async def _ask(
     tally.tokens += len(tokens)
     if tuple(tokens) == expected:
         tally.outcomes[outcome] += 1
+        tally.kinds[case.kind] += outcome == "completed"
     else:
         tally.note_wrong("wrong", f"{tokens} instead of {list(expected)} after {list(case.prompt[:5])}...")
 
@@ -266,10 +312,11 @@ def _summary(
         failures.append(f"{compiled:.0f} programs were compiled under load")
     if growth is not None and growth > MOST_GROWTH_BYTES_PER_MINUTE:
         failures.append(f"memory grows by {growth / 1e6:.1f} MB a minute")
-    if not tally.outcomes["completed"] or not tally.outcomes["hung up"]:
-        failures.append(f"nothing was tested: {dict(tally.outcomes)}")
+    if not tally.outcomes["hung up"] or not all(tally.kinds[kind] for kind in _KINDS):
+        failures.append(f"not everything was tested: {dict(tally.outcomes)}, {dict(tally.kinds)}")
     return {
         "outcomes": dict(tally.outcomes),
+        "completed": dict(tally.kinds),
         "tokens_per_s": tally.tokens / (60 * options.minutes),
         "preemptions": at_last["vllm:num_preemptions_total"],
         "compilations": compiled,
@@ -289,7 +336,8 @@ def _markdown(record: Mapping[str, Any]) -> str:
         "# A server under load",
         "",
         f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}; {record['streams']} streams at once for "
-        f"{record['minutes']:g} minutes, prompts of 3 to 300 tokens, answers of 1 to 128, a fifth hung up on.",
+        f"{record['minutes']:g} minutes, prompts of 3 to 300 tokens, answers of 1 to 128, a fifth hung up on. "
+        "Half of the requests are plain, a quarter has a JSON Schema, a quarter has to call a tool.",
         "",
         f"- {counts['completed']} answers complete and as they are alone, {counts['hung up']} hung up on, "
         f"{counts['wrong']} wrong, {counts['failed']} failed; {record['tokens_per_s']:.0f} tokens/s, "

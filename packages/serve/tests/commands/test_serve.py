@@ -183,8 +183,12 @@ def test_the_engine_is_made_of_its_options(
             "RUN",
             "--port",
             "0",
-            "--max-sequences",
+            "--max-num-seqs",
             "3",
+            "--max-num-batched-tokens",
+            "64",
+            "--max-model-len",
+            "128",
             "--no-prefix-caching",
             "--dequantize",
             "--cache-dtype",
@@ -203,7 +207,7 @@ def test_the_engine_is_made_of_its_options(
     server._app.make_engine()
     _, config, progress = made
     assert (config.max_sequences, config.prefix_caching, config.cache_dtype) == (3, False, "int8")
-    assert config.dequantize
+    assert (config.step_tokens, config.max_tokens) == (64, 128) and config.dequantize
     assert config.memory_fraction == 0.3 and config.max_adapters == 2
     assert config.adapters == {"mine": "runs/lora", "yours": "peft:a=b"}
     assert server._app.service.adapters == ("mine", "yours")

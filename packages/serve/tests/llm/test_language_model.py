@@ -15,6 +15,7 @@ import stack_serve
 from stack_core.abi.errors import ChatTemplateError, ConfigError, EngineBusy, EngineStopped, GenerationError
 from stack_core.abi.generation import GenerationRequest
 from stack_serve import LLM, SamplingParams
+from stack_serve.llm.config import EngineConfig, engine_config
 
 from .test_engine import Words
 from .tiny_checkpoint import TinyCheckpoint, random_params
@@ -26,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     checkpoint = TinyCheckpoint(tokenizer=Words(), chat_template=TEMPLATE, sampling_defaults={"max_tokens": 3})
-    with LLM(checkpoint, max_sequences=4, step_tokens=16, page_tokens=4, max_waiting=4) as llm:
+    with LLM(checkpoint, max_num_seqs=4, max_num_batched_tokens=16, page_tokens=4, max_waiting=4) as llm:
         yield llm
 
 
@@ -36,6 +37,15 @@ def test_the_public_names() -> None:
         _ = stack_serve.LMM  # type: ignore[attr-defined]
     code = "import sys, stack_serve.plugin; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "commands would start late"
+
+
+def test_settings_may_have_vllms_names() -> None:
+    expected = EngineConfig(max_sequences=2, step_tokens=16, max_tokens=8)
+    assert engine_config({"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 8}) == expected
+    with pytest.raises(ConfigError, match="max_num_seqs is vLLM's name of max_sequences, and both are set"):
+        engine_config({"max_num_seqs": 2, "max_sequences": 2})
+    with pytest.raises(ConfigError, match=r"Unknown key 'max_num_sequences'.*max_sequences"):
+        engine_config({"max_num_sequences": 2})
 
 
 @pytest.mark.parametrize(

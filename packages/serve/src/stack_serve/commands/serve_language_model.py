@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.runtime.compile_cache import keep_compiled
-from stack_serve.commands.collecting import resume_collections
+from stack_serve.commands.collecting import exempt_imports, resume_collections
 from stack_serve.commands.messages import print_ready, say
 from stack_serve.commands.options import flags_of, select_options
 
@@ -64,6 +64,7 @@ def serve_language_model(
 
         def engine() -> Any:
             nonlocal made
+            exempt_imports()
             progress = _progress_printer(service)
             if parallel is None:
                 made = _make_engine(engine_name, checkpoint, engine_config, progress)

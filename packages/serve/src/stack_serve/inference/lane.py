@@ -18,14 +18,14 @@ from stack_serve.bundle.opened import Bundle
 from stack_serve.inference.batching import Call, plan
 from stack_serve.inference.costs import Costs
 
-__all__ = ["Answer", "Job", "Lane", "Statistics"]
+__all__ = ["Lane", "LaneRequest", "LaneResult", "Statistics"]
 
 _LOG = logging.getLogger(__name__)
 _MEASURED = 5
 
 
 @dataclass(frozen=True)
-class Answer:
+class LaneResult:
     """Outputs in the signature's order, how long the request waited, and how long its calls took."""
 
     outputs: list[np.ndarray]
@@ -33,17 +33,17 @@ class Answer:
     compute_s: float
 
 
-Outcome = Answer | Exception
+Outcome = LaneResult | Exception
 
 
 @dataclass(eq=False)
-class Job:
+class LaneRequest:
     """A checked request on its way through a lane.
 
     Attributes:
       inputs: in the signature's order, padded but for rows.
       sizes: of named axes, before padding.
-      group: of jobs that may share calls: signature, and sizes of all axes but the batch.
+      group: of requests that may share calls: signature, and sizes of all axes but the batch.
       rows: that no call has taken yet.
     """
 
@@ -52,7 +52,7 @@ class Job:
     sizes: Mapping[str, int]
     rows: int
     deadline_s: float | None
-    report: Callable[["Job", Outcome], None]
+    report: Callable[["LaneRequest", Outcome], None]
     arrived_s: float = 0.0
     began_s: float | None = None
     compute_s: float = 0.0
@@ -90,7 +90,7 @@ class _Group:
 
 
 class Lane:
-    """Computes the jobs of one opened bundle, joined into the calls that cost least.
+    """Computes the requests of one opened bundle, joined into the calls that cost least.
 
     A batch belongs to one lane, so versions never mix.
 
@@ -100,7 +100,7 @@ class Lane:
     """
 
     def __init__(
-        self, bundle: Bundle, *, max_waiting: int, report: Callable[[list[tuple[Job, Outcome]]], None]
+        self, bundle: Bundle, *, max_waiting: int, report: Callable[[list[tuple[LaneRequest, Outcome]]], None]
     ) -> None:
         self.manifest = bundle.manifest
         self.statistics = Statistics()
@@ -109,8 +109,8 @@ class Lane:
         self._report = report
         self._programs: dict[tuple[_Group, int], Callable[..., Any]] = {}
         self._costs: dict[Hashable, Costs] = {}
-        self._waiting: deque[Job] = deque()
-        self._planned: list[Job] = []
+        self._waiting: deque[LaneRequest] = deque()
+        self._planned: list[LaneRequest] = []
         self._rows = 0
         self._changed = threading.Condition()
         self._open = True
@@ -133,16 +133,16 @@ class Lane:
         self._costs = {group: Costs(of_group) for group, of_group in measured.items()}
 
     def start(self) -> None:
-        """Takes jobs from now on."""
+        """Takes requests from now on."""
         self._thread.start()
 
-    def job(
+    def request(
         self,
         name: str,
         inputs: Mapping[str, np.ndarray],
         deadline_s: float | None,
-        report: Callable[[Job, Outcome], None],
-    ) -> Job:
+        report: Callable[[LaneRequest, Outcome], None],
+    ) -> LaneRequest:
         """Checks a request.
 
         Raises:
@@ -154,10 +154,10 @@ class Lane:
         rows = sizes[BATCH] if signature.joins else 1
         padded = {**sizes, **others}
         arrays = calls.fitted(signature, inputs, padded)
-        return Job(_group(name, signature, padded), arrays, sizes, rows, deadline_s, report, time.monotonic())
+        return LaneRequest(_group(name, signature, padded), arrays, sizes, rows, deadline_s, report, time.monotonic())
 
-    def submit(self, job: Job) -> None:
-        """Queues a job; its result is reported later.
+    def submit(self, request: LaneRequest) -> None:
+        """Queues a request; its result is reported later.
 
         Raises:
           EngineBusy: too many rows wait.
@@ -168,13 +168,13 @@ class Lane:
                 raise EngineStopped(f"This version of {self.manifest.name!r} failed: {self._failure!r}. Load it again.")
             if not self._open:
                 raise EngineStopped(f"This version of {self.manifest.name!r} is being unloaded. Ask again.")
-            if self._rows and self._rows + job.rows > self._max_waiting:
+            if self._rows and self._rows + request.rows > self._max_waiting:
                 raise EngineBusy(
                     f"{self._rows} rows wait for {self.manifest.name!r}; {self._max_waiting} may. Ask again later.",
                     retry_after_s=self._wait_s(),
                 )
-            self._waiting.append(job)
-            self._rows += job.rows
+            self._waiting.append(request)
+            self._rows += request.rows
             self._changed.notify()
 
     @property
@@ -183,7 +183,7 @@ class Lane:
         return self._rows
 
     def drain(self) -> None:
-        """Rejects new jobs and returns once the queued jobs are finished."""
+        """Rejects new requests and returns once the queued requests are finished."""
         with self._changed:
             self._open = False
             self._changed.notify()
@@ -206,17 +206,21 @@ class Lane:
                 self._changed.wait()
             if not self._waiting:
                 return False
-            # `_fail` must find jobs that left the queue and were not answered yet.
-            jobs = self._planned = list(self._waiting)
+            # `_fail` must find requests that left the queue and were not answered yet.
+            requests = self._planned = list(self._waiting)
             now_s = time.monotonic()
             costs = {group: costs.at(now_s) for group, costs in self._costs.items()}
-            planned = plan(jobs, costs, now_s)
-            outcomes: list[tuple[Job, Outcome]] = [(jobs[number], _late(jobs[number])) for number in planned.expired]
-            taken = self._take(jobs, planned.call, now_s)
-            # A job with more rows than the call stays in the queue.
-            gone = {id(job) for job, _ in outcomes} | {id(job) for job, _, rows in taken if job.rows == 0}
-            self._waiting = deque(job for job in jobs if id(job) not in gone)
-            self._rows = sum(job.rows for job in self._waiting)
+            planned = plan(requests, costs, now_s)
+            outcomes: list[tuple[LaneRequest, Outcome]] = [
+                (requests[number], _late(requests[number])) for number in planned.expired
+            ]
+            taken = self._take(requests, planned.call, now_s)
+            # A request with more rows than the call stays in the queue.
+            gone = {id(request) for request, _ in outcomes} | {
+                id(request) for request, _, rows in taken if request.rows == 0
+            }
+            self._waiting = deque(request for request in requests if id(request) not in gone)
+            self._rows = sum(request.rows for request in self._waiting)
         if planned.call is not None:
             outcomes += self._compute(planned.call, taken)
         self._count(outcomes)
@@ -225,31 +229,33 @@ class Lane:
         return True
 
     def _fail(self, error: Exception) -> None:
-        """Rejects new jobs and fails all queued jobs with the error."""
+        """Rejects new requests and fails all queued requests with the error."""
         with self._changed:
             self._open, self._failure = False, error
-            # A job with some rows in the call and some in the queue is in both lists.
-            jobs = list(dict.fromkeys((*self._planned, *self._waiting)))
+            # A request with some rows in the call and some in the queue is in both lists.
+            requests = list(dict.fromkeys((*self._planned, *self._waiting)))
             self._waiting.clear()
             self._planned = []
             self._rows = 0
-        outcomes: list[tuple[Job, Outcome]] = [(job, error) for job in jobs]
+        outcomes: list[tuple[LaneRequest, Outcome]] = [(request, error) for request in requests]
         self._count(outcomes)
         self._report(outcomes)
 
-    def _take(self, jobs: Sequence[Job], call: Call | None, now_s: float) -> list[tuple[Job, int, int]]:
-        """Marks rows as taken; returns each job with its first row and how many."""
-        taken: list[tuple[Job, int, int]] = []
+    def _take(
+        self, requests: Sequence[LaneRequest], call: Call | None, now_s: float
+    ) -> list[tuple[LaneRequest, int, int]]:
+        """Marks rows as taken; returns each request with its first row and how many."""
+        taken: list[tuple[LaneRequest, int, int]] = []
         for number, rows in call.takes if call is not None else ():
-            job = jobs[number]
-            taken.append((job, job.taken, rows))
-            job.taken += rows
-            job.rows -= rows
-            if job.began_s is None:
-                job.began_s = now_s
+            request = requests[number]
+            taken.append((request, request.taken, rows))
+            request.taken += rows
+            request.rows -= rows
+            if request.began_s is None:
+                request.began_s = now_s
         return taken
 
-    def _compute(self, call: Call, taken: Sequence[tuple[Job, int, int]]) -> list[tuple[Job, Outcome]]:
+    def _compute(self, call: Call, taken: Sequence[tuple[LaneRequest, int, int]]) -> list[tuple[LaneRequest, Outcome]]:
         assert isinstance(call.group, _Group)
         signature = self.manifest.signatures[call.group.signature]
         began_s = time.monotonic()
@@ -257,25 +263,25 @@ class Lane:
             arrays = _joined(signature, call.size, taken)
             outputs = [np.asarray(result) for result in self._programs[call.group, call.size](*arrays)]
         except Exception as error:  # Whatever the device says, these requests end with it and the next ones are tried.
-            self._forget({id(job) for job, _, _ in taken})
-            return [(job, error) for job, _, _ in taken]
+            self._forget({id(request) for request, _, _ in taken})
+            return [(request, error) for request, _, _ in taken]
         took_s = time.monotonic() - began_s
         self._note(call, took_s)
-        outcomes: list[tuple[Job, Outcome]] = []
+        outcomes: list[tuple[LaneRequest, Outcome]] = []
         place = 0
-        for job, _, rows in taken:
-            job.parts.append([output[place : place + rows] for output in outputs] if signature.joins else outputs)
+        for request, _, rows in taken:
+            request.parts.append([output[place : place + rows] for output in outputs] if signature.joins else outputs)
             place += rows
-            job.compute_s += took_s
-            if job.rows == 0:
-                outcomes.append((job, _answer(signature, job)))
+            request.compute_s += took_s
+            if request.rows == 0:
+                outcomes.append((request, _result(signature, request)))
         return outcomes
 
     def _forget(self, failed: set[int]) -> None:
-        """Drops what else waits of jobs that failed."""
+        """Drops what else waits of requests that failed."""
         with self._changed:
-            self._waiting = deque(job for job in self._waiting if id(job) not in failed)
-            self._rows = sum(job.rows for job in self._waiting)
+            self._waiting = deque(request for request in self._waiting if id(request) not in failed)
+            self._rows = sum(request.rows for request in self._waiting)
 
     def _note(self, call: Call, took_s: float) -> None:
         """Counts a call."""
@@ -283,12 +289,12 @@ class Lane:
         self.statistics.calls[call.size] = (count + 1, seconds + took_s)
         self._costs[call.group].note(call.size, took_s, time.monotonic())
 
-    def _count(self, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+    def _count(self, outcomes: Sequence[tuple[LaneRequest, Outcome]]) -> None:
         statistics = self.statistics
-        for job, outcome in outcomes:
-            if isinstance(outcome, Answer):
+        for request, outcome in outcomes:
+            if isinstance(outcome, LaneResult):
                 statistics.requests += 1
-                statistics.rows += job.taken
+                statistics.rows += request.taken
                 statistics.queue_s += outcome.queue_s
                 statistics.compute_s += outcome.compute_s
             else:
@@ -313,14 +319,14 @@ def _seconds(program: Callable[..., Any], arrays: Sequence[np.ndarray]) -> float
     return time.perf_counter() - began_s
 
 
-def _joined(signature: Signature, size: int, taken: Sequence[tuple[Job, int, int]]) -> list[np.ndarray]:
-    """Concatenates the rows of the jobs of a call and pads them with zeros."""
-    job, first, rows = taken[0]
-    # Rows of one job that fill the program need no copy.
+def _joined(signature: Signature, size: int, taken: Sequence[tuple[LaneRequest, int, int]]) -> list[np.ndarray]:
+    """Concatenates the rows of the requests of a call and pads them with zeros."""
+    request, first, rows = taken[0]
+    # Rows of one request that fill the program need no copy.
     if not signature.joins or (len(taken) == 1 and rows == size):
-        return [array[first : first + rows] if signature.joins else array for array in job.inputs]
+        return [array[first : first + rows] if signature.joins else array for array in request.inputs]
     joined: list[np.ndarray] = []
-    for number, array in enumerate(job.inputs):
+    for number, array in enumerate(request.inputs):
         result = np.empty((size, *array.shape[1:]), array.dtype)
         place = 0
         for each, begin, count in taken:
@@ -331,12 +337,15 @@ def _joined(signature: Signature, size: int, taken: Sequence[tuple[Job, int, int
     return joined
 
 
-def _answer(signature: Signature, job: Job) -> Answer:
-    outputs = list(job.parts[0]) if len(job.parts) == 1 else [np.concatenate(parts) for parts in zip(*job.parts)]  # noqa: B905
-    assert job.began_s is not None
-    return Answer(calls.cropped(signature.outputs, outputs, job.sizes), job.began_s - job.arrived_s, job.compute_s)
+def _result(signature: Signature, request: LaneRequest) -> LaneResult:
+    parts = request.parts
+    outputs = list(parts[0]) if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
+    assert request.began_s is not None
+    return LaneResult(
+        calls.cropped(signature.outputs, outputs, request.sizes), request.began_s - request.arrived_s, request.compute_s
+    )
 
 
-def _late(job: Job) -> DeadlineExceeded:
-    waited_s = time.monotonic() - job.arrived_s
+def _late(request: LaneRequest) -> DeadlineExceeded:
+    waited_s = time.monotonic() - request.arrived_s
     return DeadlineExceeded(f"The deadline passed after {waited_s:.3f} s in the queue. Allow more time, or ask less.")

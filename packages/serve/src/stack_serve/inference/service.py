@@ -17,7 +17,7 @@ from stack_core.abi.errors import EngineStopped, StackError, UnknownName, neares
 from stack_serve.bundle.manifest import Manifest
 from stack_serve.bundle.opened import load
 from stack_serve.inference.config import InferenceConfig
-from stack_serve.inference.lane import Answer, Job, Lane, Outcome
+from stack_serve.inference.lane import Lane, LaneRequest, LaneResult, Outcome
 from stack_serve.inference.metrics import Metrics
 from stack_serve.inference.repository import (
     Key,
@@ -33,13 +33,13 @@ from stack_serve.inference.repository import (
 )
 from stack_serve.inference.watching import directory_of, scan
 
-__all__ = ["Answered", "Service"]
+__all__ = ["InferenceResponse", "Service"]
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Answered:
+class InferenceResponse:
     """The outputs of one request, and the version that computed them."""
 
     key: Key
@@ -68,7 +68,7 @@ class Service:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         # Two concurrent refreshes would load the same version twice.
         self._changing = asyncio.Lock()
-        self._waiting: set[asyncio.Future[Answer]] = set()
+        self._waiting: set[asyncio.Future[LaneResult]] = set()
         self._ending: set[Lane] = set()
         self._changed = asyncio.Event()
         self._is_cut_short = False
@@ -82,7 +82,7 @@ class Service:
         version: int | None = None,
         signature: str | None = None,
         timeout_s: float | None = None,
-    ) -> Answered:
+    ) -> InferenceResponse:
         """Computes one request with one version.
 
         Args:
@@ -100,19 +100,21 @@ class Service:
         lane.manifest.signature(signature)  # raises UnknownName
         name = signature or lane.manifest.default_signature
         timeout_s = timeout_s or self.config.timeout_s
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[LaneResult] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
 
-        def report(job: Job, outcome: Outcome) -> None:
+        def report(request: LaneRequest, outcome: Outcome) -> None:
             if not future.done():
                 future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
 
-        lane.submit(lane.job(name, inputs, None if timeout_s is None else began_s + timeout_s, report))
-        answer = await future
+        lane.submit(lane.request(name, inputs, None if timeout_s is None else began_s + timeout_s, report))
+        result = await future
         self.metrics.request_s.labels(key.model, str(key.version)).observe(time.monotonic() - began_s)
         outputs = lane.manifest.signatures[name].outputs
-        return Answered(key, lane.manifest, name, dict(zip((o.name for o in outputs), answer.outputs, strict=True)))
+        return InferenceResponse(
+            key, lane.manifest, name, dict(zip((o.name for o in outputs), result.outputs, strict=True))
+        )
 
     def lane(self, model: str, version: int | None = None) -> tuple[Key, Lane]:
         """Returns the lane of a live version.
@@ -231,7 +233,7 @@ class Service:
         self.versions = changed(self.versions, key, begun)
         loop = asyncio.get_running_loop()
 
-        def report(outcomes: list[tuple[Job, Outcome]]) -> None:
+        def report(outcomes: list[tuple[LaneRequest, Outcome]]) -> None:
             loop.call_soon_threadsafe(_report, outcomes)
 
         def opened() -> Lane:
@@ -291,6 +293,6 @@ class Service:
         return f"The model {model[:200]!r} is not served.{why}{nearest(model, models)} Models: {known}."
 
 
-def _report(outcomes: list[tuple[Job, Outcome]]) -> None:
-    for job, outcome in outcomes:
-        job.report(job, outcome)
+def _report(outcomes: list[tuple[LaneRequest, Outcome]]) -> None:
+    for request, outcome in outcomes:
+        request.report(request, outcome)

@@ -5,16 +5,23 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from stack_core.abi.config import config
+from stack_core.abi.config import config, parse
 from stack_core.abi.errors import ConfigError
 
-__all__ = ["ANY_LAYOUT", "CacheType", "EngineConfig", "PageLayout", "SpeculationConfig"]
+__all__ = ["ANY_LAYOUT", "VLLM_NAMES", "CacheType", "EngineConfig", "PageLayout", "SpeculationConfig", "engine_config"]
 
 CacheType = Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"]
 PageLayout = Literal["phsd", "pshd", "hpsd", "psh2d"]
 
 ANY_LAYOUT: Final[PageLayout] = "pshd"
 """The default layout if no other is faster: the keys of all heads of a token are contiguous."""
+
+VLLM_NAMES: Final[Mapping[str, str]] = {
+    "max_num_seqs": "max_sequences",
+    "max_num_batched_tokens": "step_tokens",
+    "max_model_len": "max_tokens",
+}
+"""vLLM's names of fields of `EngineConfig`, which `LLM` and `stack serve` accept as aliases."""
 
 _Count = Annotated[int, Field(ge=1, le=2**16)]
 """Sizes of tables allocated at startup."""
@@ -133,3 +140,15 @@ class EngineConfig:
                 f"draft_model={self.draft_model!r} is for the method draft. Add speculation='draft' "
                 "(--speculation draft), or leave it out."
             )
+
+
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Builds a config from its fields, some of which may have vLLM's names.
+
+    Raises:
+      ConfigError: a field is unknown or invalid, or has both of its names.
+    """
+    for alias, name in VLLM_NAMES.items():
+        if alias in settings and name in settings:
+            raise ConfigError(f"{alias} is vLLM's name of {name}, and both are set. Leave one of them out.")
+    return parse(EngineConfig, {VLLM_NAMES.get(name, name): value for name, value in settings.items()})

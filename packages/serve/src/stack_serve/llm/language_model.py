@@ -25,7 +25,7 @@ from stack_core.report.markup import Markup
 from stack_core.text.chat_template import ChatTemplate
 from stack_core.text.embeddings import check_generates, embedding_settings_of
 from stack_core.text.images import ReadImage, expand_images, image_reader_of, place_images, read_images, take_images
-from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.config import engine_config
 from stack_serve.llm.encoder_engine import make_engine
 from stack_serve.llm.truncation import encoder_ending, truncated_tokens
 from stack_serve.llm.vectors import finished_vectors
@@ -116,14 +116,15 @@ class LLM:
 
     Args:
       model: directory of a run or of a Hugging Face checkpoint, or an open checkpoint.
-      settings: fields of `EngineConfig`, such as `max_sequences=8` or `adapters={"mine": "runs/lora"}`.
+      settings: fields of `EngineConfig`, such as `max_sequences=8` or `adapters={"mine": "runs/lora"}`; some also have
+        their name in vLLM (`VLLM_NAMES`).
 
     Raises:
       StackError: the model cannot be opened, or a setting is invalid for the model.
     """
 
     def __init__(self, model: str | Path | GenerativeCheckpoint, **settings: Any) -> None:
-        config = parse(EngineConfig, settings)
+        config = engine_config(settings)
         self._checkpoint = open_for_generation(str(model), encoders=True) if isinstance(model, str | Path) else model
         self._engine = make_engine(self._checkpoint, config)
         self._engine.start()

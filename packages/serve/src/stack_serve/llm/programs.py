@@ -1,42 +1,29 @@
 """Device programs of an engine: a small set of fixed shapes, which can be compiled before the first request."""
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
-from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import TokenLogprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, mask_words
-from stack_core.text.images import ImageReader, image_reader_of
-from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
-from stack_serve.llm.buckets import Buckets
-from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shared_pool
+from stack_serve.llm.adapters import AdapterShapes, HostAdapter
 from stack_serve.llm.compiled_programs import CompiledPrograms, Key, Progress
 from stack_serve.llm.compiler_options import compile_threads, compiler_options, is_for_gpus
-from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
-from stack_serve.llm.image_features import ImageFeatures
+from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.images import FeatureRows, StepImages
 from stack_serve.llm.lockstep import Leader
-from stack_serve.llm.new_weights import leaves_by_path
-from stack_serve.llm.page_copies import HANDOVER_PAGES, read_pages, write_pages
+from stack_serve.llm.lowering import LoweredPrograms
+from stack_serve.llm.page_copies import HANDOVER_PAGES
 from stack_serve.llm.placement import Placement
-from stack_serve.llm.sleeping import HostWeights, delete_arrays
-from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
-from stack_serve.llm.unstacking import Layers, layer_by_layer, loops_over, split_layers
+from stack_serve.llm.step import ROW_FIELDS, SlotState
 
 __all__ = ["ForwardResult", "Programs", "StepResult"]
 
-# XLA computes a product with one row as a multiplication and a sum, both in main memory: 14.5 us instead of about 3 us
-# for a matrix of 2048 x 2048 in bfloat16 on an H100. With four rows it is a product.
-_GPU_ROWS = 4
 # A prompt of up to so many tokens can start as soon as the server is ready.
 _FIRST_TOKENS = 64
 _LATER_KINDS = ("prompt_logprobs", "forward", "fill_mtp", "draft_mtp")
@@ -72,27 +59,17 @@ class StepResult:
     hidden: jax.Array
 
 
-class Programs:
-    """Device state of an engine (parameters, page pools and slots) and its compiled programs.
-
-    Attributes:
-      slots: tokens and settings of the sequence in each slot.
+class Programs(LoweredPrograms):
+    """Device state of an engine and its compiled programs, which it launches.
 
     Args:
-      checkpoint: model to serve.
-      config: settings of the engine.
-      max_tokens: maximum total length of a prompt and its continuation.
-      pages: number of cache pages.
-      placement: placement of the arrays; None means the devices of this process.
+      checkpoint, config, max_tokens, pages, placement, adapters: as in `DeviceState`.
       leader: connections to the other processes that launch the same programs; None without any.
-      adapters: shapes of the adapter pool; None disables adapters.
       constraints: True includes the programs for constrained rows in `compile_all`.
 
     Raises:
       GenerationError: the model cannot apply adapters to a parameter in `adapters`.
     """
-
-    _step_class: ClassVar[type[Step]] = Step
 
     def __init__(
         self,
@@ -106,86 +83,11 @@ class Programs:
         adapters: AdapterShapes | None = None,
         constraints: bool = False,
     ) -> None:
-        self._config, self._checkpoint, self._leader = config, checkpoint, leader
-        self._constraints = constraints
+        sizes = {"max_tokens": max_tokens, "pages": pages}
+        super().__init__(checkpoint, config, **sizes, placement=placement, adapters=adapters)
+        self._leader, self._constraints = leader, constraints
         self._unmasked: dict[int, jax.Array] = {}
-        self._max_tokens = max_tokens
-        self._row_fields = len(ROW_FIELDS) + -(-max_tokens // config.page_tokens)
-        drafts = 0 if config.speculation is None else config.speculation.tokens
-        min_rows = _GPU_ROWS if is_for_gpus() else 1
-        self._buckets = Buckets(config.max_sequences, config.step_tokens, drafts, min_rows)
-        self._states = self._find_states()
-        if placement is None:
-            placement = Placement(self._states, config.tensor, expert=config.expert)
-        self._placement = placement
         self._compiled = CompiledPrograms(self._lowered)
-        self.slots = self._placement.replicated(self._empty_slots())
-        # Preferences come from a traced step, which itself needs some layout.
-        self._lay_out(pages, config.page_layout or ANY_LAYOUT)
-        pool = None if adapters is None else jax.eval_shape(adapters.pool)
-        weights = Weights(checkpoint.parameters, pool)
-        try:
-            (looped, looped_pools), self._hidden, preferences = self._examined(weights)
-        except Exception:  # a model may fail in any way if a parameter with adapters is not an array
-            if adapters is not None:
-                self._check_adapters(adapters)
-            raise
-        self._lay_out(pages, config.page_layout or preferences.best)
-        # Such a layout merges the two pools of a layer, so the arrays sliced by loops must be determined again.
-        if config.page_layout is None and holds_values(preferences.best):
-            (looped, looped_pools), *_ = self._examined(weights)
-        self._looped = looped.params
-        empty, layout = self._empty, self._step.layout
-        self._make_pools = lambda: self._placement.pools(lambda: split_layers(empty(), looped_pools), layout)
-        # Pools are written once, with zeros, which takes about a second on CPUs. XLA releases the GIL meanwhile.
-        with ThreadPoolExecutor(max_workers=1) as threads:
-            pools = threads.submit(self._make_pools)
-            params = self._placement.load(checkpoint, self._looped)
-            self._layers = pools.result()
-        held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
-        self._weights, self._adapters = Weights(params, held), adapters
-        self._slept_params: HostWeights | None = None
-        reader = self._image_reader()
-        self._images: ImageFeatures | None = None
-        if reader is not None:
-            self._images = ImageFeatures(checkpoint, reader, self._placement, config.step_tokens)
-
-    def _image_reader(self) -> ImageReader | None:
-        return image_reader_of(self._checkpoint)
-
-    def _find_states(self) -> Any:
-        """Returns the states that pools and slots hold, a pytree like `GenerativeCheckpoint.states`."""
-        return self._checkpoint.states
-
-    @property
-    def buckets(self) -> Buckets:
-        """Shapes of the programs."""
-        return self._buckets
-
-    @property
-    def page_tokens(self) -> int:
-        """Number of tokens per page."""
-        return self._config.page_tokens
-
-    @property
-    def page_layout(self) -> PageLayout:
-        """Axis order of the page pools: `config.page_layout`, or the preferred layout of the chip's implementations."""
-        return self._step.layout
-
-    @property
-    def placement(self) -> Placement:
-        """Placement of the arrays."""
-        return self._placement
-
-    @property
-    def image_rows(self) -> int:
-        """Number of rows of the feature pool; 0 for a model of text."""
-        return 0 if self._images is None else self._images.rows.capacity
-
-    @property
-    def params(self) -> Any:
-        """Current parameters of the base model; some may be `Layers`."""
-        return self._weights.params
 
     def compile_all(self, progress: Progress | None = None) -> None:
         """Compiles all programs; see `CompiledPrograms.compile_all`."""
@@ -218,6 +120,28 @@ class Programs:
     def stop_compiling(self) -> None:
         """Ends the compilation in the background, after the current programs."""
         self._compiled.stop()
+
+    def _keys(self) -> list[Key]:
+        loads: list[Key] = [] if self._adapters is None else [("adapter",)]
+        return [
+            ("admit",),
+            *loads,
+            *([] if self._images is None else self._images.keys(self._buckets.prompts)),
+            *((kind, size) for kind, sizes in self._sizes().items() for size in sizes),
+        ]
+
+    def _sizes(self) -> dict[str, list[int]]:
+        """Returns the sizes of the programs of steps by kind, in ascending order."""
+        buckets = self._buckets
+        return {
+            "decode": buckets.decoding,
+            "sample": buckets.samples,
+            "prefill": buckets.prompts,
+            # Decode and prefill programs pad their hidden states to these two sizes.
+            "prompt_logprobs": sorted({buckets.largest_rows, buckets.largest_tokens}),
+            "forward": buckets.decoding if self._constraints else [],
+            "verify": buckets.verification,
+        }
 
     def _first_keys(self) -> list[Key]:
         # The smallest program would serve few tokens.
@@ -446,64 +370,6 @@ class Programs:
         key: Key = ("prompt_logprobs", len(padded))
         return self._launch(key, padded, np.int32(len(targets)), after=result.hidden)
 
-    def sizes_bytes(self) -> dict[str, int]:
-        """Returns the size of the device arrays by purpose."""
-        held = {"parameters": self._weights.params, "pages": self._layers, "slots": self.slots}
-        held |= {} if self._weights.pool is None else {"adapters": self._weights.pool}
-        held |= {} if self._images is None else {"images": self._images.pool}
-        return {name: sum(map(_stored_bytes, jax.tree.leaves(tree))) for name, tree in held.items()}
-
-    def place(self, params: Any, *, donate: bool) -> Mapping[str, Any]:
-        """Places new parameters for `use`, on any thread.
-
-        Args:
-          params: all parameters or a subset, in the structure and shapes of the checkpoint's parameters.
-          donate: True deletes each array after placing it.
-
-        Returns:
-          Placed parameters by path.
-        """
-        return self._placement.params(self._checkpoint, params, self._looped, donate=donate)
-
-    def use(self, params: Mapping[str, Any]) -> None:
-        """Replaces the parameters in `params` from the next step on and keeps the rest."""
-        # `Layers` stand for one parameter of the checkpoint and are replaced as one.
-        old_leaves, structure = jax.tree.flatten(self._weights.params, is_leaf=lambda node: isinstance(node, Layers))
-        paths = leaves_by_path(self._checkpoint.parameters)
-        leaves = [params.get(path, leaf) for path, leaf in zip(paths, old_leaves, strict=True)]
-        self._weights = replace(self._weights, params=jax.tree.unflatten(structure, leaves))
-        if self._images is not None:
-            self._images.rows.clear()
-
-    def sleep(self, *, keep_weights: bool) -> None:
-        """Frees the pages, and the weights or their place on the devices, until `wake_up`; no step may run.
-
-        Args:
-          keep_weights: True copies the weights to host memory (on CPUs, they stay in place). False makes `wake_up` read
-            the checkpoint again.
-        """
-        jax.block_until_ready(self._layers)
-        params = self._weights.params
-        stays = keep_weights and jax.default_backend() == "cpu"
-        self._slept_params = HostWeights.of(params) if keep_weights and not stays else None
-        features = None if self._images is None else self._images.pool
-        delete_arrays((self._layers, features) if stays else (self._layers, features, params))
-
-    def wake_up(self) -> None:
-        """Creates the pages and places the weights again.
-
-        Raises:
-          StackError: the checkpoint cannot be read.
-        """
-        params = self._weights.params
-        if any(array.is_deleted() for array in jax.tree.leaves(params)):
-            kept = self._slept_params
-            params = self._placement.load(self._checkpoint, self._looped) if kept is None else kept.restored()
-        self._layers = self._make_pools()
-        if self._images is not None:
-            self._images.allocate()
-        self._weights, self._slept_params = replace(self._weights, params=params), None
-
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
         """Writes an adapter to a slot of the pool, for use from the next step on."""
         self._launch(("adapter",), np.int32(slot), adapter.factors)
@@ -537,27 +403,8 @@ class Programs:
         pools = self._compiled[("import",)](self._exchanged_pools, padded, self._placement.replicated(tuple(arrays)))
         self._replace_exchanged(pools)
 
-    @property
-    def _exchanged_pools(self) -> Any:
-        """The pools whose pages engines exchange."""
-        return self._layers
-
     def _replace_exchanged(self, pools: Any) -> None:
         self._layers = pools
-
-    def _lowered_export(self) -> Any:
-        return jax.jit(self._read_pages).lower(self._exchanged_pools, _int32(HANDOVER_PAGES))
-
-    def _lowered_import(self) -> Any:
-        pools, pages = self._exchanged_pools, _int32(HANDOVER_PAGES)
-        exported = jax.eval_shape(self._read_pages, pools, pages)
-        shardings = jax.tree.map(lambda pool: pool.sharding, pools)
-        arrays = jax.tree.map(lambda each: self._placement.replicated(jnp.zeros(each.shape, each.dtype)), exported)
-        write = partial(write_pages, layout=self._step.layout)
-        return jax.jit(write, donate_argnums=0, out_shardings=shardings).lower(pools, pages, arrays)
-
-    def _read_pages(self, pools: Any, pages: Any) -> tuple[Any, ...]:
-        return read_pages(pools, pages, self._step.layout)
 
     def _packed(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, row_bucket: int) -> np.ndarray:
         """Packs the rows of a step into one array and pads it with rows of the padding slot."""
@@ -569,172 +416,6 @@ class Programs:
         packed[: len(rows), len(ROW_FIELDS) :] = tables
         return packed
 
-    def _sizes(self) -> dict[str, list[int]]:
-        """Returns the sizes of the programs of steps by kind, in ascending order."""
-        buckets = self._buckets
-        return {
-            "decode": buckets.decoding,
-            "sample": buckets.samples,
-            "prefill": buckets.prompts,
-            # Decode and prefill programs pad their hidden states to these two sizes.
-            "prompt_logprobs": sorted({buckets.largest_rows, buckets.largest_tokens}),
-            "forward": buckets.decoding if self._constraints else [],
-            "verify": buckets.verification,
-        }
-
-    def _keys(self) -> list[Key]:
-        loads: list[Key] = [] if self._adapters is None else [("adapter",)]
-        return [
-            ("admit",),
-            *loads,
-            *([] if self._images is None else self._images.keys(self._buckets.prompts)),
-            *((kind, size) for kind, sizes in self._sizes().items() for size in sizes),
-        ]
-
-    def _lowered(self, key: Key) -> Any:
-        return self._placement.traced(getattr(self, f"_lowered_{key[0]}"), *key[1:])
-
-    def _lowered_admit(self) -> Any:
-        words = self.slots.settings.shape[1]
-        return jax.jit(admit, donate_argnums=0).lower(self.slots, _int32(), _int32(self._max_tokens), _int32(words))
-
-    def _lowered_adapter(self) -> Any:
-        assert self._adapters is not None
-        # An adapter without factors has the shapes of every adapter.
-        factors = self._adapters.fitted("", {}).factors
-        return jax.jit(put, donate_argnums=0).lower(self._weights.pool, _int32(), factors)
-
-    def _lowered_decode(self, rows: int, candidates: int = 0) -> Any:
-        sizes = {"repeats": self._config.decode_repeats, "padded_rows": self._buckets.largest_rows}
-
-        def decode(weights: Weights, layers: Any, known: Any, settings: Any, packed: Any) -> Any:
-            return self._step.decode(weights, layers, known, settings, packed, **sizes, candidates=bool(candidates))
-
-        slots, packed = self.slots, _int32(rows, self._row_fields)
-        # Donated pools are updated in place; a copy would need the memory of a second cache.
-        jitted = jax.jit(decode, donate_argnums=(1, 2), out_shardings=(None, None, None, self._placement.readable))
-        return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed)
-
-    def _lowered_forward(self, rows: int) -> Any:
-        padded_rows = self._buckets.largest_rows
-
-        def forward(weights: Weights, layers: Any, known: Any, packed: Any) -> Any:
-            step = layer_by_layer(partial(self._step.forward, padded_rows=padded_rows))
-            return step(weights, layers, known, packed)
-
-        packed = _int32(rows, self._row_fields)
-        return jax.jit(forward, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed)
-
-    def _lowered_prefill(self, tokens: int) -> Any:
-        padded_tokens = self._buckets.largest_tokens
-
-        def prefill(weights: Weights, layers: Any, known: Any, packed: Any) -> Any:
-            step = layer_by_layer(partial(self._step.prefill, tokens=tokens, padded_tokens=padded_tokens))
-            return step(weights, layers, known, packed)
-
-        packed = _int32(self._buckets.largest_rows, self._row_fields)
-        return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed)
-
-    def _lowered_see(self, tokens: int) -> Any:
-        images, padded_tokens = self._images, self._buckets.largest_tokens
-        assert images is not None
-
-        def see(weights: Weights, layers: Any, known: Any, packed: Any, *inputs: Any) -> Any:
-            options: Any = {"padded_tokens": padded_tokens, "images": images.image_tokens(*inputs)}
-            return layer_by_layer(partial(self._step.prefill, tokens=tokens, **options))(weights, layers, known, packed)
-
-        packed = _int32(self._buckets.largest_rows, self._row_fields)
-        inputs = (images.pool, *images.step_shapes(tokens))
-        return jax.jit(see, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed, *inputs)
-
-    def _lowered_encode(self, tokens: int) -> Any:
-        assert self._images is not None
-
-        def encode(weights: Weights, features: Any, *image: Any) -> Any:
-            return layer_by_layer(self._step.encode)(weights, features, *image)
-
-        jitted = jax.jit(encode, donate_argnums=1)
-        return jitted.lower(self._weights, self._images.pool, *self._images.encode_shapes(tokens))
-
-    def _lowered_verify(self, tokens: int, candidates: int = 0) -> Any:
-        def verify(weights: Weights, layers: Any, known: Any, settings: Any, *step: Any) -> Any:
-            run = layer_by_layer(partial(self._step.verify, candidates=bool(candidates)))
-            return run(weights, layers, known, settings, *step)
-
-        slots, packed = self.slots, _int32(self._buckets.largest_rows, self._row_fields)
-        mask = _int32(tokens, mask_words(self._checkpoint.vocab_size))
-        jitted = jax.jit(verify, donate_argnums=(1, 2), out_shardings=(None, None, None, self._placement.readable))
-        return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed, _int32(tokens), mask)
-
-    def _lowered_sample(self, samples: int, candidates: int = 0) -> Any:
-        def sample(weights: Weights, known: Any, settings: Any, *rows: Any) -> Any:
-            run = layer_by_layer(partial(self._step.sample_some, candidates=bool(candidates)))
-            return run(weights, known, settings, *rows)
-
-        rows = self._buckets.largest_rows
-        last = jax.ShapeDtypeStruct((rows, *self._hidden.shape[1:]), self._hidden.dtype)
-        slots, packed = self.slots, _int32(rows, self._row_fields)
-        mask = _int32(samples, mask_words(self._checkpoint.vocab_size))
-        jitted = jax.jit(sample, donate_argnums=1, out_shardings=(None, self._placement.readable))
-        return jitted.lower(self._weights, slots.tokens, slots.settings, last, packed, _int32(samples), mask)
-
-    def _lowered_prompt_logprobs(self, tokens: int) -> Any:
-        def prompt_logprobs(weights: Weights, hidden: Any, targets: Any, count: Any) -> Any:
-            return layer_by_layer(self._step.prompt_logprobs)(weights, hidden, targets, count)
-
-        hidden = jax.ShapeDtypeStruct((tokens, 1, *self._hidden.shape[1:]), self._hidden.dtype)
-        jitted = jax.jit(prompt_logprobs, out_shardings=self._placement.readable)
-        return jitted.lower(self._weights, hidden, _int32(tokens), _int32())
-
-    def _lay_out(self, pages: int, layout: PageLayout) -> None:
-        """Sets the page layout of steps and new pools."""
-        self._step = self._step_class(self._checkpoint, self._config, pages, layout)
-        self._empty = partial(
-            empty_layers,
-            self._states,
-            pages=pages,
-            page_tokens=self._config.page_tokens,
-            slots=self._config.max_sequences + 1,
-            layout=layout,
-            dtype=self._config.cache_dtype,
-        )
-
-    def _examined(self, weights: Weights) -> tuple[Any, jax.ShapeDtypeStruct, LayoutPreferences]:
-        """Traces the smallest step.
-
-        Returns:
-          Weights and pools, with True for an array used only by loops over layers; the shape [rows, embed] and dtype of
-          the hidden states; and the preferred page layouts, which are not collected if the config sets a layout.
-        """
-        preferences = LayoutPreferences(one_pool=supports_shared_pool(self._states))
-        collected = preferences if self._config.page_layout is None else None
-        step = partial(self._smallest_step, preferences=collected)
-        looped, result = self._placement.traced(loops_over, step, (weights, jax.eval_shape(self._empty)))
-        return looped, result[-1], preferences
-
-    def _smallest_step(self, weights_and_layers: Any, *, preferences: LayoutPreferences | None = None) -> Any:
-        rows, step = jnp.zeros((1, self._row_fields), jnp.int32), partial(self._step, tokens=1, preferences=preferences)
-        return layer_by_layer(step)(*weights_and_layers, self.slots.tokens, rows)
-
-    def _check_adapters(self, adapters: AdapterShapes) -> None:
-        """Traces a step with adapters of one parameter at a time; raises a GenerationError that lists the failures."""
-        layers, params = jax.eval_shape(self._empty), self._checkpoint.parameters
-        faults: dict[str, Exception] = {}
-        for path in adapters.targets:
-            weights = Weights(params, jax.eval_shape(adapters.only(path).pool))
-            try:
-                self._placement.traced(jax.eval_shape, self._smallest_step, (weights, layers))
-            except Exception as error:  # any failure, as in `__init__`
-                faults[path] = error
-        if faults:
-            raise unusable(faults)
-
-    def _empty_slots(self) -> SlotState:
-        """Creates NumPy arrays, because JAX arrays would need devices, which a compilation target may lack."""
-        slots = self._config.max_sequences + 1
-        settings = np.tile(SamplingSettings.greedy_row().packed(), (slots, 1))
-        return SlotState(np.zeros((slots, self._max_tokens), np.int32), settings)
-
 
 def _sampling_key(kind: str, size: int, candidates: bool) -> Key:
     """Returns the key of a program that samples.
@@ -743,12 +424,3 @@ def _sampling_key(kind: str, size: int, candidates: bool) -> Key:
     them, so `compile_all` omits these programs and their first use compiles them.
     """
     return (kind, size, 1) if candidates else (kind, size)
-
-
-def _stored_bytes(array: Any) -> int:
-    # `nbytes` counts one byte for an int4 entry; CPUs and accelerators store two in a byte.
-    return array.nbytes // 2 if array.dtype == jnp.int4 else array.nbytes
-
-
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)

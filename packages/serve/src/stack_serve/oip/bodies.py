@@ -9,7 +9,7 @@ import orjson
 
 from stack_core.abi.errors import nearest
 from stack_serve.http.slices import Each, Items, Members, json_pieces
-from stack_serve.inference.service import Answered
+from stack_serve.inference.service import InferenceResponse
 from stack_serve.inference.tensors import datatype, from_bytes, from_values, to_values
 from stack_serve.oip.errors import ProtocolError
 
@@ -96,20 +96,20 @@ def parse(body: bytes, json_bytes: int | None) -> InferRequest:
     )
 
 
-def write(request: InferRequest, answered: Answered) -> tuple[bytes, int | None]:
+def write(request: InferRequest, response: InferenceResponse) -> tuple[bytes, int | None]:
     """The body of an answer, and how many bytes of it are JSON where tensors follow.
 
     Raises:
       ProtocolError: an output is wanted that the signature does not have.
     """
-    wanted = request.outputs if request.outputs is not None else dict.fromkeys(answered.outputs, request.binary)
+    wanted = request.outputs if request.outputs is not None else dict.fromkeys(response.outputs, request.binary)
     described: list[dict[str, Any]] = []
     binary: list[bytes] = []
     for name, as_binary in wanted.items():
-        if name not in answered.outputs:
-            known = ", ".join(answered.outputs)
-            raise ProtocolError(f"There is no output {name!r}.{nearest(name, answered.outputs)} Outputs: {known}.")
-        array = answered.outputs[name]
+        if name not in response.outputs:
+            known = ", ".join(response.outputs)
+            raise ProtocolError(f"There is no output {name!r}.{nearest(name, response.outputs)} Outputs: {known}.")
+        array = response.outputs[name]
         half = array.dtype.name in ("bfloat16", "float16") and not as_binary  # JSON cannot represent these numbers
         entry: dict[str, Any] = {
             "name": name,
@@ -123,7 +123,7 @@ def write(request: InferRequest, answered: Answered) -> tuple[bytes, int | None]
             values = to_values(array)
             entry["data"] = Items(values[start : start + _SLICE] for start in range(0, values.size, _SLICE))
         described.append(Members(entry))
-    answer: dict[str, Any] = {"model_name": answered.key.model, "model_version": str(answered.key.version)}
+    answer: dict[str, Any] = {"model_name": response.key.model, "model_version": str(response.key.version)}
     if request.id:
         answer["id"] = request.id
     head = b"".join(json_pieces(Members({**answer, "outputs": Each(described)})))

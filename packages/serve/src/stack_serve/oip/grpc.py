@@ -11,7 +11,7 @@ from stack_core.abi.errors import ConfigError, nearest
 from stack_core.runtime.http import NO_KEY, KeyCheck
 from stack_serve.http.config import ServerConfig
 from stack_serve.inference.repository import Key, latest
-from stack_serve.inference.service import Answered, Service
+from stack_serve.inference.service import InferenceResponse, Service
 from stack_serve.inference.tensors import datatype, from_bytes, from_values
 from stack_serve.oip import statistics
 from stack_serve.oip.errors import ProtocolError, expecting, http_status, message_of
@@ -169,14 +169,14 @@ class GrpcServer:
         _, lane = self._service.lane(request.model_name, number)
         with expecting(lane.manifest):
             inputs = _inputs(request, raw)
-        answered = await self._service.infer(
+        response = await self._service.infer(
             request.model_name,
             inputs,
             version=number,
             signature=None if named is None else named.string_param,
             timeout_s=context.time_remaining(),
         )
-        return _answer(request, answered)
+        return _answer(request, response)
 
     async def _live(self, request: Any, context: Context) -> Any:
         return messages()["ServerLiveResponse"](live=True)
@@ -239,16 +239,16 @@ def _inputs(request: Any, raw: Sequence[memoryview]) -> Mapping[str, np.ndarray]
     return inputs
 
 
-def _answer(request: Any, answered: Answered) -> bytes:
+def _answer(request: Any, result: InferenceResponse) -> bytes:
     response = messages()["ModelInferResponse"](
-        model_name=answered.key.model, model_version=str(answered.key.version), id=request.id
+        model_name=result.key.model, model_version=str(result.key.version), id=request.id
     )
     raw: list[bytes] = []
-    for name in [output.name for output in request.outputs] or answered.outputs:
-        if name not in answered.outputs:
-            known = ", ".join(answered.outputs)
-            raise ProtocolError(f"There is no output {name!r}.{nearest(name, answered.outputs)} Outputs: {known}.")
-        array = answered.outputs[name]
+    for name in [output.name for output in request.outputs] or result.outputs:
+        if name not in result.outputs:
+            known = ", ".join(result.outputs)
+            raise ProtocolError(f"There is no output {name!r}.{nearest(name, result.outputs)} Outputs: {known}.")
+        array = result.outputs[name]
         response.outputs.add(name=name, datatype=datatype(array.dtype.name), shape=array.shape)
         raw.append(array.tobytes())
     return joined(response.SerializeToString(), raw)

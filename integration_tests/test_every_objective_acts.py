@@ -38,6 +38,7 @@ PAIRS = {"name": "preferences", "source": "none", **SIZES}
 JUDGED = {"name": "judged", "source": "none", **SIZES}
 ROLLOUTS = {"name": "rollouts", "environment": {"name": "cell"}, "groups": 2, "group_size": 2, "seq_tokens": 16}
 DIGITS = {"name": "digits", "batch_size": 2}
+IMAGE_PAIRS = {"name": "image_pairs", "source": "none", "batch_size": 2}
 IMAGE_TEXTS = {"name": "image_texts", "source": "none", "batch_size": 2}
 RUNS = {
     "causal_lm": (MIXTURE, TEXT),
@@ -47,16 +48,18 @@ RUNS = {
     "cispo": (DECODER, {**ROLLOUTS, "groups": 8}),
     **dict.fromkeys(("epsilon", "v", "flow_matching"), (DENOISER, DIGITS)),
     "reconstruction": (AUTOENCODER, DIGITS),
+    "diffusion_dpo": (DENOISER, IMAGE_PAIRS),
     **dict.fromkeys(("softmax_contrastive", "sigmoid_contrastive"), (TOWERS, IMAGE_TEXTS)),
 }
 """The model and the data of objectives; of the others, the decoder and rollouts."""
 
-NEEDED = {"kl": 0.1, "times": "logit_normal", "index_loss": 0.5}
+NEEDED = {"kl": 0.1, "times": "logit_normal", "index_loss": 0.5, "denoising": {"name": "flow_matching"}}
 """What other fields act beside, which are refused without it."""
 
 VALUES = {
     "correction": {"kind": "mask", "level": "sequence_mean", "low": 0.5},
     "critic_warmup_steps": 3,
+    "denoising": {"name": "flow_matching", "shift": 3.0},
     "dual_clip": 2.0,
     "epochs": 5,
     "label_smoothing": 0.1,

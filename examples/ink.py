@@ -1,17 +1,24 @@
-"""Preferences for examples/digits_dpo.yaml: digits with more ink.
+"""Preferences and rewards for examples/digits_dpo.yaml and examples/digits_grpo.yaml: digits with more ink.
 
     python examples/ink.py [DIRECTORY]
 
 writes scikit-learn's digits as image files and `pairs.jsonl`, pairs of two digits of one label, the brighter first.
+`ink` is the reward of examples/digits_grpo.yaml.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
+
+
+def ink(images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+    """Returns the mean brightness of each image, from 0 to 1."""
+    return images.mean(axis=(1, 2, 3)) / 255
 
 
 def main() -> None:

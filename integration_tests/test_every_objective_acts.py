@@ -39,6 +39,7 @@ JUDGED = {"name": "judged", "source": "none", **SIZES}
 ROLLOUTS = {"name": "rollouts", "environment": {"name": "cell"}, "groups": 2, "group_size": 2, "seq_tokens": 16}
 DIGITS = {"name": "digits", "batch_size": 2}
 IMAGE_PAIRS = {"name": "image_pairs", "source": "none", "batch_size": 2}
+IMAGE_ROLLOUTS = {"name": "image_rollouts", "reward": "statistics:mean", "groups": 2, "group_size": 2, "steps": 3}
 IMAGE_TEXTS = {"name": "image_texts", "source": "none", "batch_size": 2}
 RUNS = {
     "causal_lm": (MIXTURE, TEXT),
@@ -49,6 +50,7 @@ RUNS = {
     **dict.fromkeys(("epsilon", "v", "flow_matching"), (DENOISER, DIGITS)),
     "reconstruction": (AUTOENCODER, DIGITS),
     "diffusion_dpo": (DENOISER, IMAGE_PAIRS),
+    "flow_grpo": (DENOISER, IMAGE_ROLLOUTS),
     **dict.fromkeys(("softmax_contrastive", "sigmoid_contrastive"), (TOWERS, IMAGE_TEXTS)),
 }
 """The model and the data of objectives; of the others, the decoder and rollouts."""
@@ -63,7 +65,7 @@ VALUES = {
     "dual_clip": 2.0,
     "epochs": 5,
     "label_smoothing": 0.1,
-    "minibatches": 2,
+    "minibatches": 4,
     "noise": {"betas": "cosine"},
     "overlong": {"kind": "mask"},
     "reference": "data",

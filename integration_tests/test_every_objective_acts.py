@@ -13,6 +13,7 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
 from stack_rl.contracts import Trajectory
 from stack_rl.experience import batch_of, batch_shapes, credited, update_batch
+from stack_rl.objectives.flow_grpo import FlowGRPOConfig
 from stack_rl.objectives.policy import PolicyConfig
 from stack_rl.updates import update_rows
 from stack_train.objectives import as_objective, check_inputs
@@ -38,6 +39,8 @@ PAIRS = {"name": "preferences", "source": "none", **SIZES}
 JUDGED = {"name": "judged", "source": "none", **SIZES}
 ROLLOUTS = {"name": "rollouts", "environment": {"name": "cell"}, "groups": 2, "group_size": 2, "seq_tokens": 16}
 DIGITS = {"name": "digits", "batch_size": 2}
+IMAGE_PAIRS = {"name": "image_pairs", "source": "none", "batch_size": 2}
+IMAGE_ROLLOUTS = {"name": "image_rollouts", "reward": "statistics:mean", "groups": 2, "group_size": 2, "steps": 3}
 IMAGE_TEXTS = {"name": "image_texts", "source": "none", "batch_size": 2}
 RUNS = {
     "causal_lm": (MIXTURE, TEXT),
@@ -47,20 +50,23 @@ RUNS = {
     "cispo": (DECODER, {**ROLLOUTS, "groups": 8}),
     **dict.fromkeys(("epsilon", "v", "flow_matching"), (DENOISER, DIGITS)),
     "reconstruction": (AUTOENCODER, DIGITS),
+    "diffusion_dpo": (DENOISER, IMAGE_PAIRS),
+    "flow_grpo": (DENOISER, IMAGE_ROLLOUTS),
     **dict.fromkeys(("softmax_contrastive", "sigmoid_contrastive"), (TOWERS, IMAGE_TEXTS)),
 }
 """The model and the data of objectives; of the others, the decoder and rollouts."""
 
-NEEDED = {"kl": 0.1, "times": "logit_normal", "index_loss": 0.5}
+NEEDED = {"kl": 0.1, "times": "logit_normal", "index_loss": 0.5, "denoising": {"name": "flow_matching"}}
 """What other fields act beside, which are refused without it."""
 
 VALUES = {
     "correction": {"kind": "mask", "level": "sequence_mean", "low": 0.5},
     "critic_warmup_steps": 3,
+    "denoising": {"name": "flow_matching", "shift": 3.0},
     "dual_clip": 2.0,
     "epochs": 5,
     "label_smoothing": 0.1,
-    "minibatches": 2,
+    "minibatches": 4,
     "noise": {"betas": "cosine"},
     "overlong": {"kind": "mask"},
     "reference": "data",
@@ -99,6 +105,8 @@ def step(objective):
 
 def of_the_host(objective):
     """Returns the batches that the host makes of fixed episodes for an algorithm, which no program shows."""
+    if isinstance(objective, FlowGRPOConfig):  # one of forty images has a reward
+        return objective.advantages(np.eye(1, 40)).tolist(), float(objective.denoising.schedule(4).shifted(0.5))
     if not isinstance(objective, PolicyConfig):
         return None
     rng, episodes = np.random.default_rng(0), []

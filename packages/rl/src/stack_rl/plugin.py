@@ -13,6 +13,8 @@ def stack_register_objectives(registry: Registrar) -> None:
     registry.add("orpo", "stack_rl.objectives.preference:ORPOConfig")
     registry.add("simpo", "stack_rl.objectives.preference:SimPOConfig")
     registry.add("kto", "stack_rl.objectives.kto:KTOConfig")
+    registry.add("diffusion_dpo", "stack_rl.objectives.image_preference:DiffusionDPOConfig")
+    registry.add("flow_grpo", "stack_rl.objectives.flow_grpo:FlowGRPOConfig")
     registry.add("reward_model", "stack_rl.objectives.reward_model:RewardModelConfig")
     registry.add("grpo", "stack_rl.objectives.presets:GRPOConfig")
     registry.add("dr_grpo", "stack_rl.objectives.presets:DrGRPOConfig")

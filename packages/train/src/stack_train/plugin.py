@@ -105,6 +105,8 @@ def stack_register_data(registry: Registrar) -> None:
     registry.add("images", "stack_train.data.kinds.images:ImagesData")
     registry.add("digits", "stack_train.data.kinds.digits:DigitsData")
     registry.add("captioned", "stack_train.data.kinds.captioned:CaptionedData")
+    registry.add("image_pairs", "stack_train.data.kinds.image_pairs:ImagePairsData")
+    registry.add("image_rollouts", "stack_train.data.kinds.image_rollouts:ImageRolloutsData")
     registry.add("image_texts", "stack_train.data.kinds.image_texts:ImageTextsData")
     registry.add("videos", "stack_train.data.kinds.videos:VideosData")
 

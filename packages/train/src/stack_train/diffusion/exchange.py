@@ -24,7 +24,7 @@ from stack_train.data.kinds.videos import VideosData
 from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, controlnet, dit, flux, sd3, unet, wan
 from stack_train.diffusion.components import Component, load_component, save_component
 from stack_train.diffusion.denoiser import VideosConfig
-from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig
+from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig, denoising_of
 from stack_train.diffusion.pipeline import INDEX, Pipeline, open_encoders, open_pipeline, save_pipeline
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.run.config import RunConfig
@@ -128,13 +128,13 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     component = _COMPONENTS[saved.model.name]
     graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
     model, config = nnx.merge(graph, nnx.State(read_params(run, saved.model)[0])), saved.model
-    if isinstance(saved.data, ImageSettings) and saved.data.encoders is not None:
+    if getattr(saved.data, "encoders", None) is not None:
         identity = EncoderIdentity.read(run)
         encoders = open_encoders(
             Path(identity.directory), text_tokens=identity.text_tokens, text_dim=saved.model.text_dim
         )
         identity.check(encoders)
-        objective = saved.objective
+        objective = denoising_of(saved.objective)
         expected = (FlowMatchingConfig,) if encoders.pipeline.flows else (EpsilonConfig, VConfig)
         if not isinstance(objective, expected):
             names = " or ".join(each.name for each in expected)

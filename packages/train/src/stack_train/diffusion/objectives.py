@@ -17,7 +17,7 @@ from stack_core.abi.objectives import Objective
 from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens, positive
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig, Prediction, Schedule
 
-__all__ = ["Denoises", "EpsilonConfig", "FlowMatchingConfig", "VConfig"]
+__all__ = ["Denoises", "EpsilonConfig", "FlowMatchingConfig", "VConfig", "denoising_of"]
 
 _IMAGES, _WEIGHTS = "images", "weights"
 _NOISE, _LEVEL, _DROPOUT = 0, 1, 2  # streams of the objective's key
@@ -33,6 +33,11 @@ class Denoises(Protocol):
     def schedule(self, tokens: int) -> Schedule:
         """Returns the schedule of images of this many tokens; see `image_tokens`."""
         ...
+
+
+def denoising_of(objective: Any) -> Any:
+    """Returns an objective, or its field `denoising`, which defines the denoiser's prediction in post-training."""
+    return getattr(objective, "denoising", objective)
 
 
 @config
@@ -56,12 +61,12 @@ class DenoisingConfig(Objective):
 
     @abc.abstractmethod
     def noisy(
-        self, images: Images, noise: Images, *, tokens: int, key: jax.Array
+        self, model: Denoiser, images: Images, noise: Images, *, key: jax.Array
     ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
         """Samples timesteps; returns noisy images, timesteps, targets, and the weight of each image.
 
         Args:
-          tokens: number of patches of an image, for schedules that depend on the image size.
+          model: the denoiser, whose number of patches determines schedules that depend on the image size.
         """
 
     def __call__(
@@ -70,10 +75,9 @@ class DenoisingConfig(Objective):
         images, real = batch[_IMAGES], batch[_WEIGHTS]
         condition = condition_of(batch)
         noise = jax.random.normal(jax.random.fold_in(key, _NOISE), images.shape, images.dtype)
-        tokens = image_tokens(model, *images.shape[1:-1])
         level_key = jax.random.fold_in(key, _LEVEL)
-        noisy, timesteps, target, weight = self.noisy(images, noise, tokens=tokens, key=level_key)
-        shown = self._dropped(model, condition, images.shape[0], key=jax.random.fold_in(key, _DROPOUT))
+        noisy, timesteps, target, weight = self.noisy(model, images, noise, key=level_key)
+        shown = self.drop_condition(model, condition, images.shape[0], key=jax.random.fold_in(key, _DROPOUT))
         # Additional channels may predict variances (Nichol and Dhariwal, 2021); these are not trained.
         predicted = model(noisy, timesteps, shown)[..., : images.shape[-1]]
         errors = jnp.mean(jnp.square(predicted.astype(jnp.float32) - target), axis=tuple(range(1, images.ndim)))
@@ -86,7 +90,8 @@ class DenoisingConfig(Objective):
         loss = mean(weight * errors)
         return loss.value, {"loss": loss, "squared_error": mean(errors)}
 
-    def _dropped(self, model: Denoiser, condition: Condition, rows: int, *, key: jax.Array) -> Condition:
+    def drop_condition(self, model: Denoiser, condition: Condition, rows: int, *, key: jax.Array) -> Condition:
+        """Replaces the condition of a random fraction, `condition_dropout`, of the rows by the unconditional one."""
         if not condition or not self.condition_dropout:
             return condition
         dropped = jax.random.bernoulli(key, self.condition_dropout, (rows,))
@@ -142,14 +147,14 @@ class FlowMatchingConfig(DenoisingConfig):
         return FlowConfig(shift=self.shift)
 
     def noisy(
-        self, images: Images, noise: Images, *, tokens: int, key: jax.Array
+        self, model: Denoiser, images: Images, noise: Images, *, key: jax.Array
     ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
         shape = images.shape[:1]
         if self.times == "uniform":
             times = jax.random.uniform(key, shape)
         else:
             times = jax.nn.sigmoid(self.logit_mean + self.logit_std * jax.random.normal(key, shape))
-        sigmas = self.schedule(tokens).shifted(times)
+        sigmas = self.schedule(image_tokens(model, *images.shape[1:-1])).shifted(times)
         share = _per_image(sigmas, images)
         return (1.0 - share) * images + share * noise, sigmas * TIMESTEPS, noise - images, jnp.ones(shape)
 
@@ -171,7 +176,7 @@ class _DiscreteConfig(DenoisingConfig):
         return self.noise
 
     def noisy(
-        self, images: Images, noise: Images, *, tokens: int, key: jax.Array
+        self, model: Denoiser, images: Images, noise: Images, *, key: jax.Array
     ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
         timesteps = jax.random.randint(key, images.shape[:1], 0, self.noise.steps)
         # The schedule is computed in NumPy while tracing, and is a constant of the program.

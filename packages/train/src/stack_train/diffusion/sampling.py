@@ -13,7 +13,7 @@ from jaxtyping import UInt8
 
 from stack_core.abi.errors import ConfigError, ConversionError, GenerationError
 from stack_core.abi.local_paths import hub_advice, local_path
-from stack_train.data.image_batches import ImageSettings, as_pixels
+from stack_train.data.image_batches import as_pixels
 from stack_train.data.kinds.captioned import EncoderIdentity, drops_to_empty_prompt
 from stack_train.diffusion.controlnet import Control, load_controlnet
 from stack_train.diffusion.denoiser import (
@@ -26,7 +26,7 @@ from stack_train.diffusion.denoiser import (
 )
 from stack_train.diffusion.latents import Begun, initial_noise, sample_latents, sampling_table
 from stack_train.diffusion.lora import merge_lora
-from stack_train.diffusion.objectives import Denoises
+from stack_train.diffusion.objectives import Denoises, denoising_of
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
 from stack_train.diffusion.samplers import SamplerConfig, Table
 from stack_train.run.config import run_config
@@ -384,13 +384,14 @@ def open_run(directory: Path) -> ImageSampler:
       ConversionError, DataError: the encoders of the training are missing or have changed.
     """
     config = run_config(directory)
-    if not isinstance(config.objective, Denoises) or not isinstance(config.model, ImagesConfig):
+    objective = denoising_of(config.objective)
+    if not isinstance(objective, Denoises) or not isinstance(config.model, ImagesConfig):
         raise GenerationError(
             f"{directory} trains family {config.model.name!r} by objective {config.objective.name!r}, which makes no "
             "images. Use `stack generate` for text."
         )
     encoders = None
-    if isinstance(config.data, ImageSettings) and config.data.encoders is not None:
+    if getattr(config.data, "encoders", None) is not None:
         identity = EncoderIdentity.read(directory)
         text_dim = getattr(config.model, "text_dim", None)
         encoders = open_encoders(Path(identity.directory), text_tokens=identity.text_tokens, text_dim=text_dim)
@@ -399,4 +400,4 @@ def open_run(directory: Path) -> ImageSampler:
         encoders.check(config.model)
     model, step = read_model(directory, config)
     model.eval()
-    return ImageSampler(model, config.model, config.objective, step, encoders)
+    return ImageSampler(model, config.model, objective, step, encoders)

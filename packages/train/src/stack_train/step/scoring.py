@@ -1,4 +1,4 @@
-"""Scores of a language model on the tokens of a batch: log-probabilities, entropies, values."""
+"""Scores of a batch: a language model's log-probabilities, entropies and values, or a denoiser's predictions."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.models import LanguageModel, Outputs
 from stack_core.ops import Head
+from stack_train.diffusion.denoiser import Denoiser
 
 __all__ = ["scores"]
 
@@ -26,11 +27,14 @@ def scores(
     entropy: bool,
     more: Callable[[Any, Outputs, Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None,
 ) -> dict[str, jax.Array]:
-    """Scores the targets of a batch; see `Trainer.score`.
+    """Scores the targets of a batch; see `Trainer.score`. For a denoiser, returns its "predictions".
 
     Args:
       more: computes additional scores from the model, its outputs and the batch.
     """
+    if isinstance(model, Denoiser):
+        condition = {name: array for name, array in batch.items() if name not in ("images", "timesteps")}
+        return {"predictions": model(batch["images"], batch["timesteps"], condition)}
     given: dict[str, Any] = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
     outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **given)
     targets = batch["targets"]

@@ -280,17 +280,18 @@ class Step:
     def score(
         self, variables: Tree, batch: Batch, auxiliary: Mapping[str, Tree] | None = None, *, entropy: bool = False
     ) -> Mapping[str, jax.Array]:
-        """Scores the targets of a batch with a language model, without gradients.
+        """Scores the targets of a batch with a language model, or predicts with a denoiser, without gradients.
 
         Args:
           variables: all variables of the model.
-          batch: tokens, targets, positions and segment_ids, int32[batch, seq]; target -100 is ignored.
+          batch: tokens, targets, positions and segment_ids, int32[batch, seq]; target -100 is ignored. For a denoiser,
+            images, timesteps and the condition.
           auxiliary: parameters of the auxiliary models; without them the objective's own scores are omitted.
           entropy: also return the entropy at each position, which needs all logits, computed in chunks.
 
         Returns:
           float32[batch, seq] arrays: "logprobs", log p(target) or 0 if the target is ignored; "entropy" if requested;
-          "values" if the model outputs values; and the arrays of `Objective.scores`.
+          "values" if the model outputs values; and the arrays of `Objective.scores`. For a denoiser "predictions".
         """
         more = None
         if auxiliary or not self.auxiliary:

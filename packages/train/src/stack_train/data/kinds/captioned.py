@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -38,8 +38,10 @@ __all__ = [
     "EncoderIdentity",
     "TextConditioned",
     "drops_to_empty_prompt",
+    "encode_captioned",
     "encoded_batches",
     "encoded_spec",
+    "text_size_settings",
 ]
 
 ENCODERS = "encoders.json"
@@ -199,30 +201,13 @@ def encoded_batches(
     encoders.check(model)
     _check_controls(controls, encoders)
     read = read_files(encoders, model)
-    sizes, images = list(read), list(read.values())
-    names = [name for each in images for name in each.names]
-    captions = captions_of(names, noun=settings.work()[0])
-    identity = EncoderIdentity.of(encoders, model.text_tokens)
-    # First the latents, whose scale is checked: encoding the captions can take much longer.
-    encoded_latents, keys = encode_images(encoders, [each.pixels for each in images], latents, at_once)
-    distinct = sorted(set(captions))
-    rows = {caption: row for row, caption in enumerate(distinct)}
-    text_sizes = _text_sizes(encoders, model.text_tokens)
-    counts = [len(each.names) for each in images]
-    encoded = EncodedImages(
-        latents=encoded_latents,
-        bucket_of=np.repeat(np.arange(len(counts)), counts).astype(np.int64),
-        row_of=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
-        texts=encode_texts(encoders, distinct, text_sizes, at_once),
-        caption_of=np.array([rows[caption] for caption in captions], np.int64),
-        empty=encode_texts(encoders, [""], text_sizes, at_once) if drops_to_empty_prompt(model) else None,
-        sizes=_size_conditions(read) if getattr(model, "size_features", 0) else None,
-        keys=keys,
-        names=[f"{name}: {caption!r}" for name, caption in zip(names, captions, strict=True)],
-        encoders=vars(identity),
-        dtype=jnp.dtype(model.dtype),
-        controls=None if controls is None else read_controls(read, source=settings.source, folder=controls.folder),
+    sizes = list(read)
+    names = [name for each in read.values() for name in each.names]
+    encoded, identity = encode_captioned(
+        encoders, read, captions_of(names, noun=settings.work()[0]), model=model, at_once=at_once, latents=latents
     )
+    if controls is not None:
+        encoded = replace(encoded, controls=read_controls(read, source=settings.source, folder=controls.folder))
     factor, spec = encoders.autoencoder.config.downsampling, settings.spec(model)
     factors = {"images": factor} if controls is None else {"images": factor, "control": 1}
     shapes = [
@@ -240,6 +225,47 @@ def encoded_batches(
     )
 
 
+def encode_captioned(
+    encoders: Encoders,
+    read: Mapping[ImageSize, FileImages],
+    captions: Sequence[str],
+    *,
+    model: Any,
+    at_once: int,
+    latents: Latents = "mean",
+) -> tuple[EncodedImages, "EncoderIdentity"]:
+    """Encodes the images of each size and their captions for a denoiser; returns them and the encoders' identity.
+
+    Args:
+      captions: caption of each image.
+      model: config of the denoiser.
+      at_once: batch size of the encoders.
+    """
+    images = list(read.values())
+    names = [name for each in images for name in each.names]
+    identity = EncoderIdentity.of(encoders, model.text_tokens)
+    # First the latents, whose scale is checked: encoding the captions can take much longer.
+    encoded_latents, keys = encode_images(encoders, [each.pixels for each in images], latents, at_once)
+    distinct = sorted(set(captions))
+    rows = {caption: row for row, caption in enumerate(distinct)}
+    text_sizes = text_size_settings(encoders, model.text_tokens)
+    counts = [len(each.names) for each in images]
+    encoded = EncodedImages(
+        latents=encoded_latents,
+        bucket_of=np.repeat(np.arange(len(counts)), counts).astype(np.int64),
+        row_of=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
+        texts=encode_texts(encoders, distinct, text_sizes, at_once),
+        caption_of=np.array([rows[caption] for caption in captions], np.int64),
+        empty=encode_texts(encoders, [""], text_sizes, at_once) if drops_to_empty_prompt(model) else None,
+        sizes=_size_conditions(read) if getattr(model, "size_features", 0) else None,
+        keys=keys,
+        names=[f"{name}: {caption!r}" for name, caption in zip(names, captions, strict=True)],
+        encoders=vars(identity),
+        dtype=jnp.dtype(model.dtype),
+    )
+    return encoded, identity
+
+
 def _check_controls(controls: ControlsConfig | None, encoders: Encoders) -> None:
     factor = encoders.autoencoder.config.downsampling
     if controls is not None and controls.pixels_per_latent != factor:
@@ -249,7 +275,7 @@ def _check_controls(controls: ControlsConfig | None, encoders: Encoders) -> None
         )
 
 
-def _text_sizes(encoders: Encoders, text_tokens: int) -> list[int]:
+def text_size_settings(encoders: Encoders, text_tokens: int) -> list[int]:
     """Returns the numbers on which text conditions depend besides the encoders' files."""
     # Encoders without T5 fill its place by zeros of the denoiser's width.
     return [text_tokens, *([encoders.text.sizes()["text_dim"]] if encoders.pipeline.lacks_encoder else [])]
@@ -292,7 +318,7 @@ class EncoderIdentity:
     @classmethod
     def of(cls, encoders: Encoders, text_tokens: int) -> "EncoderIdentity":
         config, directory = encoders.autoencoder.config, encoders.directory.absolute()
-        sizes = map(str, _text_sizes(encoders, text_tokens))
+        sizes = map(str, text_size_settings(encoders, text_tokens))
         digest = stat_digest(encoder_files(directory), [str(_FORMAT), *sizes])
         scaling = config.scaling_factor, config.shift_factor
         return cls(str(directory), text_tokens, config.latent_channels, *scaling, digest)

@@ -37,7 +37,7 @@ from stack_rl.progress import RewardMonitor
 from stack_rl.reference import Reference
 from stack_rl.replay import ReplayBuffer, ReplayFiles
 from stack_rl.rollout_journal import RecordedBatch, RolloutJournal
-from stack_rl.rollouts import RolloutData
+from stack_rl.rollout_settings import RolloutSettings
 from stack_rl.samples import MOST_SAMPLES, SAMPLES_FILE, write_samples
 from stack_rl.sampling import AS_MODEL, PolicySampling
 from stack_rl.share import Share
@@ -92,7 +92,7 @@ class _Policy:
 class RolloutBatches(PolicyBatches):
     """Batches of episodes played by the policy; see `PolicyBatches`."""
 
-    def __init__(self, data: RolloutData, algorithm: PolicyConfig, *, seed: int, shapes: Shapes) -> None:
+    def __init__(self, data: RolloutSettings, algorithm: PolicyConfig, *, seed: int, shapes: Shapes) -> None:
         self._data, self._algorithm = data, algorithm
         self._seed, self._share, self._shapes = seed, Share(joined()), shapes
         # Groups of another number of processes are divided in another way.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.abi.ops import OWN, OpCall, OpImplementation
 from stack_core.chips import Chip
 from stack_core.ops.building import differentiated
 from stack_kernels.supports import first_problem, takes_no
@@ -125,5 +125,13 @@ def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _forward, _backward = differentiated(_attention)
 CUDNN = OpImplementation(
-    "attention", "cudnn", _forward, _backward, platforms=("gpu",), supports=_supports, is_opaque=True, exports=False
+    "attention",
+    "cudnn",
+    _forward,
+    _backward,
+    platforms=("gpu",),
+    supports=_supports,
+    residuals=(OWN,),
+    is_opaque=True,
+    exports=False,
 )

@@ -44,8 +44,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Any:
 class SeenPlacement(AbstractPlacement):
     """Keeps the shapes of the pools that it places."""
 
-    def pools(self, make: Any, layout: PageLayout) -> Any:
-        self.seen = super().pools(make, layout)
+    def pools(self, shapes: Any, layout: PageLayout) -> Any:
+        self.seen = super().pools(shapes, layout)
         return self.seen
 
 

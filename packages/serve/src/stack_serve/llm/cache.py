@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
 from stack_core.abi.errors import ConfigError
+from stack_core.chips.context import target
 from stack_core.ops.building import holds_values, stack_key_value
 from stack_core.ops.kv_cache import CODE_DTYPES, CodedVectors, coded
 from stack_core.ops.selection import KeySelection
@@ -417,5 +418,6 @@ def _storage_dtype(dtype: str) -> str:
     On CPUs, JAX 0.10 converts a whole bfloat16 pool to float32 and back in each step that writes to it, which makes a
     step 30 times slower.
     """
-    widened = dtype == "bfloat16" and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11)
+    on_cpu = target.value is None and jax.default_backend() == "cpu"
+    widened = dtype == "bfloat16" and on_cpu and jax.__version_info__ < (0, 11)
     return "float32" if widened else dtype

@@ -89,8 +89,9 @@ class DeviceState:
         if config.page_layout is None and holds_values(preferences.best):
             (looped, looped_pools), *_ = self._examined(weights)
         self._looped = looped.params
-        empty, layout = self._empty, self._step.layout
-        self._make_pools = lambda: self._placement.pools(lambda: split_layers(empty(), looped_pools), layout)
+        # Here, because the dtype depends on the compilation target of this thread.
+        shapes, layout = jax.eval_shape(lambda: split_layers(self._empty(), looped_pools)), self._step.layout
+        self._make_pools = lambda: self._placement.pools(shapes, layout)
         # Pools are written once, with zeros, which takes about a second on CPUs. XLA releases the GIL meanwhile.
         with ThreadPoolExecutor(max_workers=1) as threads:
             pools = threads.submit(self._make_pools)

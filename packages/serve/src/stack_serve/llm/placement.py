@@ -147,13 +147,13 @@ class Placement:
             )
         return found
 
-    def pools(self, make: Callable[[], Any], layout: PageLayout) -> Any:
+    def pools(self, shapes: Any, layout: PageLayout) -> Any:
         """Creates page pools sharded over their heads, with or without a layer axis, and replicated states.
 
         On CPUs, their zeros take no memory until they are written.
 
         Args:
-          make: function that returns zero-filled pools; only their shapes are used.
+          shapes: shapes and dtypes of the pools.
         """
         on_cpu = jax.default_backend() == "cpu"
 
@@ -167,7 +167,7 @@ class Placement:
         def place(layer: Any) -> Any:
             return jax.tree.map(partial(zeros, split=not isinstance(layer, SlotStates)), layer)
 
-        return jax.tree.map(place, jax.eval_shape(make), is_leaf=_is_states)
+        return jax.tree.map(place, shapes, is_leaf=_is_states)
 
     def _of_pool(self, pool: Any, layout: PageLayout, *, split: bool) -> NamedSharding | None:
         if self._mesh is None:
@@ -205,7 +205,7 @@ class AbstractPlacement(Placement):
         places = [self._one] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
         return jax.tree.unflatten(structure, map(place, leaves, places, jax.tree.leaves(chosen)))
 
-    def pools(self, make: Callable[[], Any], layout: PageLayout) -> Any:
+    def pools(self, shapes: Any, layout: PageLayout) -> Any:
         def place(layer: Any) -> Any:
             split = not isinstance(layer, SlotStates)
 
@@ -214,7 +214,7 @@ class AbstractPlacement(Placement):
 
             return jax.tree.map(struct, layer)
 
-        return jax.tree.map(place, jax.eval_shape(make), is_leaf=_is_states)
+        return jax.tree.map(place, shapes, is_leaf=_is_states)
 
     def replicated(self, tree: Any) -> Any:
         sharding = self._one if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())

@@ -25,6 +25,7 @@ from stack_train.nn.residual import Hidden, Rows
 __all__ = ["Experts", "Mixture", "Router", "Routing", "route"]
 
 _NORMALIZER_EPSILON = 1e-20  # as in DeepSeek-V3: sigmoid scores may all be 0
+_LOAD_ROUNDING = 1e-6  # times the share of an expert; one choice of 2**20 tokens among 128 experts is above 1e-5
 
 _SCORES: Final[Mapping[str, Callable[[jax.Array], jax.Array]]] = {
     "softmax": partial(jax.nn.softmax, axis=-1),
@@ -190,8 +191,10 @@ class Mixture(nnx.Module):
         arrays = self._parameters(x.dtype) | {name: each for name, each in optional.items() if each is not None}
         y, facts = _mixed(self.spec, x, counted, arrays)
         if self.selection_bias is not None and (rate := self.spec.router.bias_rate) is not None:
-            excess = lax.stop_gradient(facts["expert_load"]) - 1 / self.spec.router.experts
-            # Only the sign is used (Wang et al., 2024), so a step moves every bias by the same amount.
+            excess = lax.stop_gradient(facts["expert_load"]) * self.spec.router.experts - 1
+            # Only the sign is used (Wang et al., 2024), so a step moves every bias by the same amount. An expert with
+            # exactly its share keeps its bias; programs for other meshes may round its load to either side.
+            excess = jnp.where(jnp.abs(excess) < _LOAD_ROUNDING, 0.0, excess)
             self.selection_bias[...] = self.selection_bias[...] - rate * jnp.sign(excess)
         if self.shared is not None:
             shared, _ = self.shared(x, rows)

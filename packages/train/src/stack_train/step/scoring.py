@@ -12,7 +12,7 @@ from stack_core.abi.models import LanguageModel, Outputs
 from stack_core.ops import Head
 from stack_train.diffusion.denoiser import Denoiser
 
-__all__ = ["scores"]
+__all__ = ["predictions", "scores"]
 
 # 64 MiB of float32 logits at a time.
 _MOST_LOGITS = 1 << 24
@@ -27,14 +27,11 @@ def scores(
     entropy: bool,
     more: Callable[[Any, Outputs, Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None,
 ) -> dict[str, jax.Array]:
-    """Scores the targets of a batch; see `Trainer.score`. For a denoiser, returns its "predictions".
+    """Scores the targets of a batch; see `Step.score`.
 
     Args:
       more: computes additional scores from the model, its outputs and the batch.
     """
-    if isinstance(model, Denoiser):
-        condition = {name: array for name, array in batch.items() if name not in ("images", "timesteps")}
-        return {"predictions": model(batch["images"], batch["timesteps"], condition)}
     given: dict[str, Any] = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
     outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **given)
     targets = batch["targets"]
@@ -45,6 +42,12 @@ def scores(
     if "values" in outputs.facts:
         found["values"] = outputs.facts["values"].astype(jnp.float32)
     return found if more is None else {**found, **more(model, outputs, batch)}
+
+
+def predictions(model: Denoiser, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the "predictions" of a denoiser for noisy images; see `Step.score`."""
+    condition = {name: array for name, array in batch.items() if name not in ("images", "timesteps")}
+    return {"predictions": model(batch["images"], batch["timesteps"], condition)}
 
 
 def _entropy(head: Head, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq"]:

@@ -18,6 +18,7 @@ from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.objectives import Objective
 from stack_core.abi.plugins import registries
 from stack_core.abi.transforms import ModelTransform
+from stack_train.diffusion.denoiser import Denoiser
 from stack_train.nn.pipeline import Received, in_stage
 from stack_train.nn.schedules import Schedule
 from stack_train.objectives import as_objective, check_accumulation, compares_rows
@@ -28,7 +29,7 @@ from stack_train.step.microbatches import accumulate, check_metrics
 from stack_train.step.precision import Precision, apply_updates, widen, widen_optimizer, zero_sums
 from stack_train.step.qk_clip import QKClip, qk_clip_of
 from stack_train.step.replicas import check_replicas, replicate, separate_replicas, train_apart
-from stack_train.step.scoring import scores
+from stack_train.step.scoring import predictions, scores
 from stack_train.step.staged import staged
 from stack_train.step.state import TrainState
 from stack_train.step.trainable import NO_PARAM, FunctionFamily, TrainableModel
@@ -293,12 +294,14 @@ class Step:
           float32[batch, seq] arrays: "logprobs", log p(target) or 0 if the target is ignored; "entropy" if requested;
           "values" if the model outputs values; and the arrays of `Objective.scores`. For a denoiser "predictions".
         """
-        more = None
+        model, more = self.model.evaluation_model(variables), None
+        if isinstance(model, Denoiser):
+            return self.model.transform.call(predictions, model, batch)
         if auxiliary or not self.auxiliary:
             models = {name: self.auxiliary[name].merge(tree, variables) for name, tree in (auxiliary or {}).items()}
             more = partial(self.objective.scores, **models)
         scored = partial(scores, entropy=entropy, more=more)
-        return self.model.transform.call(scored, self.model.evaluation_model(variables), batch)
+        return self.model.transform.call(scored, model, batch)
 
     def variables(self, state: TrainState) -> Tree:
         """Returns all variables of the model of a state, as nested dicts."""

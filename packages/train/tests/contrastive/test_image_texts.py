@@ -21,6 +21,7 @@ from stack_core.abi.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.contrastive.loading import load_image_text
 from stack_train.contrastive.objectives import SigmoidContrastiveConfig, SoftmaxContrastiveConfig
+from stack_train.diffusion.image_rewards import open_image_reward, score_images
 from stack_train.huggingface import FORMAT
 from stack_train.huggingface.source import read_config
 from stack_train.optim import OuterConfig, SgdConfig
@@ -122,6 +123,21 @@ def test_images_are_classified_by_names_and_so_are_those_of_an_export(trained, f
     exported = load_image_text(f"hf:{tmp_path / 'hf'}")
     np.testing.assert_allclose(exported.classify(images, colors, template="a {}"), found, atol=1e-6)
     assert "family 'siglip'" in repr(exported)
+
+
+def test_the_similarity_of_image_and_prompt_is_a_reward(trained):
+    reward, rng = open_image_reward(f"run:{trained.directory}"), np.random.default_rng(9)
+    colors = list(shapes.COLOURS)
+    images = np.stack([shapes.drawn(color, "square", rng) for color in colors])
+    prompts = [f"a {color}" for color in colors]
+    others = prompts[1:] + prompts[:1]
+    matching, different = (score_images(reward, images, each, name="reward") for each in (prompts, others))
+    assert (matching > different).all() and np.abs([matching, different]).max() <= 1.0 + 1e-6
+    model = load_image_text(trained.directory)
+    expected = np.diag(model.image_features(list(images)) @ model.text_features(prompts).T)
+    np.testing.assert_allclose(matching, expected, atol=1e-6)
+    grey = images.mean(-1, keepdims=True).astype(np.uint8)
+    np.testing.assert_allclose(reward(grey, prompts), reward(np.repeat(grey, 3, axis=-1), prompts), atol=1e-6)
 
 
 def test_bad_images_and_texts_are_named(trained, tmp_path):

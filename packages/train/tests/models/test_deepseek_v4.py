@@ -193,11 +193,9 @@ def test_training_changes_neither_the_indexer_nor_the_table():
 def test_stages_are_refused():
     config, tokens = make_config("deepseek_v4", layers=2, kinds=("heavy",) * 2), jnp.zeros((2, 4), jnp.int32)
     model = nnx.eval_shape(lambda: FAMILY.build(config, key=jax.random.key(0)))
-    with (
-        pytest.raises(TrainingError, match=r"facts, as experts and trained indexers do.*mesh\.stage=1"),
-        pipeline._around(pipeline.Boundary()),
-    ):
-        jax.eval_shape(lambda model, tokens: model(tokens, tokens), model, tokens)
+    call = lambda model, tokens: pipeline.in_stage(pipeline.Received(None, None, 0, 2), model, tokens, tokens)
+    with pytest.raises(TrainingError, match=r"attend to compressed tokens.*mesh\.stage=1"):
+        jax.eval_shape(call, model, tokens)
 
 
 def test_a_table_chooses_experts_and_scores_weigh_them():

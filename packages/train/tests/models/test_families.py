@@ -561,15 +561,17 @@ def test_layers_without_attention_have_no_state():
 def test_stages_refuse_layers_that_share_keys_or_have_inputs_or_an_index():
     tokens = jnp.zeros((2, SEQ), jnp.int32)
     unshared = {"shared_layers": 0, "wide_shared_mlp": False}
+    call = lambda model, tokens: pipeline.in_stage(pipeline.Received(None, None, 0, 2), model, tokens, tokens)
     for name, changes, cause in (
         ("gemma4", {}, "share keys and values"),
         ("gemma4", unshared, "per-layer embeddings"),
         ("minimax", {}, "decay by their depth"),
+        ("deepseek_v32", {"index_training": "sparse"}, "train an indexer"),
     ):
         config = make_config(name, **changes)
         model = nnx.eval_shape(lambda n=name, c=config: registries.models[n].build(c, key=jax.random.key(0)))
-        with pytest.raises(TrainingError, match=rf"{cause}.*mesh\.stage=1"), pipeline._around(pipeline.Boundary()):
-            jax.eval_shape(lambda model, tokens: model(tokens, tokens), model, tokens)
+        with pytest.raises(TrainingError, match=rf"{cause}.*mesh\.stage=1"):
+            jax.eval_shape(call, model, tokens)
 
 
 GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

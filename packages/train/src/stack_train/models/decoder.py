@@ -18,11 +18,13 @@ from stack_train.models.decoder_config import DecoderConfig
 from stack_train.models.decoder_layers import Block, DecoderSpec, Layer, MultiTokenLayer
 from stack_train.nn.attention import Attention, Rope
 from stack_train.nn.build import Build, Parameter
+from stack_train.nn.compressed_attention import CompressedAttention
 from stack_train.nn.context import check_unsplit_sequence, from_zigzag, shared_rows, to_zigzag
 from stack_train.nn.experts import Experts
 from stack_train.nn.feed_forward import Facts
 from stack_train.nn.groups import Group
 from stack_train.nn.hyper_connections import StreamHead
+from stack_train.nn.latent_attention import LatentAttention
 from stack_train.nn.layer_inputs import LayerInputs
 from stack_train.nn.lightning import LightningAttention
 from stack_train.nn.linear import head_of, lookup
@@ -365,11 +367,15 @@ class Decoder(nnx.Module):
         if self.further is not None:
             repeats.append(self.further.project.kernel.shape[0])
         before = (spec.feed_forward for group in self.groups[:staged] for spec in group.period)
+        attentions = [spec.attention for group in self.groups for spec in group.period]
         causes = {
             "share keys and values": bool(self.sources),
             "have per-layer embeddings": self.layer_inputs is not None,
-            "decay by their depth": any(
-                isinstance(spec.attention, LightningAttention) for group in self.groups for spec in group.period
+            "decay by their depth": any(isinstance(each, LightningAttention) for each in attentions),
+            "attend to compressed tokens": any(isinstance(each, CompressedAttention) for each in attentions),
+            "train an indexer": any(
+                isinstance(each, LatentAttention) and each.indexer is not None and each.indexer.training != "frozen"
+                for each in attentions
             ),
             "replay experts": replays,
             "are in several groups that repeat equally often": repeats.count(max(repeats)) > 1,

@@ -6,14 +6,14 @@ import runpy
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from stack_core.abi.config import apply_overrides, load_yaml
 from stack_core.abi.generation import GenerationRequest, SamplingParams
@@ -74,11 +74,11 @@ QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class Place(BaseModel):
-    """Answer of the schema."""
+    """Answer of the schema. Without bounds, the small model repeats itself in a string or a number."""
 
-    city: str
-    country: str
-    inhabitants: int
+    city: Annotated[str, Field(max_length=24)]
+    country: Annotated[str, Field(max_length=24)]
+    inhabitants: Annotated[int, Field(ge=0, le=10**9)]
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ def make_program(name, sizes):
 
 
 def trained(name, sizes):
-    """Returns losses and gradient norms of all steps, and the trained parameters."""
+    """Returns losses and gradient norms of all steps, and the variables after them."""
     program = make_program(name, sizes)
     state, compiled, found = program.init(key=jax.random.key(0)), None, []
     for batch in batches(name):
@@ -178,17 +178,17 @@ def trained(name, sizes):
         kernel = functools.reduce(operator.getitem, (*KERNELS[name], "kernel"), state.params)
         parts = sizes["fsdp"] * sizes.get("tensor", 1)
         assert kernel.addressable_shards[0].data.size == kernel.size // parts, name
-    return np.array(found), jax.device_get(state.params)
+    return np.array(found), jax.device_get(program.step.variables(state))
 
 
-def sampled(name, sizes, params):
-    """Samples from the same parameters on a mesh, with guidance and, by epsilon, with noise in each step."""
+def sampled(name, sizes, variables):
+    """Samples from the same variables on a mesh, with guidance and, by epsilon, with noise in each step."""
     program, batch = make_program(name, sizes), next(batches(name))
     is_flow = isinstance(MODELS[name][2], FlowMatchingConfig)
     sampler = SamplerConfig(name="heun" if is_flow else "euler_ancestral", steps=3, guidance=2.0)
     sampling = SamplingProgram(program, sampler, batch_shapes(batch))
     condition = {key: batch[key] for key in sampling.condition}
-    placed = jax.device_put((params, condition), (program.variable_shardings, program.batch_shardings(condition)))
+    placed = jax.device_put((variables, condition), (program.variable_shardings, program.batch_shardings(condition)))
     images = sampling.jitted()(*placed, jax.random.key(1))
     parts = math.prod(sizes.get(axis, 1) for axis in ("data", "fsdp"))
     assert images.addressable_shards[0].data.shape[0] == ROWS // parts
@@ -196,13 +196,13 @@ def sampled(name, sizes, params):
 
 
 for each in sys.argv[1:] or MODELS:
-    expected, params = trained(each, {})
+    expected, variables = trained(each, {})
     assert np.ptp(expected[:, 0]) > 1e-4, expected
-    images = None if "autoencoder" in each else sampled(each, {}, params)
+    images = None if "autoencoder" in each else sampled(each, {}, variables)
     for mesh in MESHES:
         found, _ = trained(each, mesh)
         np.testing.assert_allclose(found, expected, rtol=2e-5, err_msg=f"{each} on {mesh}")
         if images is not None:
             # Untrained predictions of noise leave samples with values of some hundreds.
-            several, atol = sampled(each, mesh, params), 1e-5 * np.abs(images).max()
+            several, atol = sampled(each, mesh, variables), 1e-5 * np.abs(images).max()
             np.testing.assert_allclose(several, images, rtol=0, atol=atol, err_msg=f"{each} on {mesh}")

@@ -27,6 +27,15 @@ WORDS = ["<pad>", "<bos>", "<eos>", "<img>", "<pix>", "</img>", "user", "model",
 COLORS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 220), "white": (240, 240, 240)}
 SHAPES = ["square", "circle", "triangle"]
 QUESTIONS = ["which", "color", "shape", "is", "it", "and"]
+SIZES = {
+    "vocab_size": len(WORDS) + 1 + len(QUESTIONS) + len(COLORS) + len(SHAPES),
+    "embed": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "mlp": 64,
+    "dtype": "float32",
+}
 TEMPLATE = """{% for message in messages %}{{ message.role + ' ' }}{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}<img> {% else %}{{ part.text + ' ' }}{% endif %}{% endfor %}{% endif %}{% if message.role == 'assistant' %} <eos>{% endif %} {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"""  # noqa: E501
 TEMPLATE = TEMPLATE.strip()
 
@@ -50,18 +59,12 @@ def write_tokenizer(directory: Path, template: str = TEMPLATE) -> None:
 
 def make_config(**changes: Any) -> Gemma3VisionConfig:
     fields: dict[str, Any] = {
-        "vocab_size": len(WORDS) + 1 + len(QUESTIONS) + len(COLORS) + len(SHAPES),
-        "embed": 32,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "mlp": 64,
+        **SIZES,
         "layers": 2,
         "period": 2,
         "window": 6,
         "max_positions": 96,
         "query_scalar": 8,
-        "dtype": "float32",
         "tie_embeddings": False,
         "image_begin": 3,
         "image_token": 4,
@@ -75,16 +78,10 @@ def make_config(**changes: Any) -> Gemma3VisionConfig:
 def make_grid_config(kind: Any = Qwen3VLConfig, **changes: Any) -> Any:
     """Returns the config of a Qwen-VL, by default Qwen3-VL, whose images have up to 16 tokens."""
     fields: dict[str, Any] = {
-        "vocab_size": make_config().vocab_size,
-        "embed": 32,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 8,
+        **SIZES,
         "rope_sections": (2, 1, 1),
-        "mlp": 64,
         "layers": 1,
         "max_positions": 96,
-        "dtype": "float32",
         "image_token": 4,
         "min_pixels": 36,
         "max_pixels": 36 * 16,
@@ -102,15 +99,9 @@ def make_windowed_config(**changes: Any) -> Qwen25VLConfig:
 def make_row_config(**changes: Any) -> Mistral3Config:
     """Returns the config of a Mistral 3, whose images have a token of text after each row: "?", and "!" at the end."""
     fields: dict[str, Any] = {
-        "vocab_size": make_config().vocab_size,
-        "embed": 32,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "mlp": 64,
+        **SIZES,
         "layers": 1,
         "max_positions": 96,
-        "dtype": "float32",
         "image_token": 4,
         "image_break": " ? ",
         "image_end": " ! ",
@@ -123,19 +114,13 @@ def make_row_config(**changes: Any) -> Mistral3Config:
 def make_gemma4_config(**changes: Any) -> Gemma4VisionConfig:
     """Returns the config of a Gemma 4, whose images have up to 70 tokens."""
     fields: dict[str, Any] = {
-        "vocab_size": make_config().vocab_size,
-        "embed": 32,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "mlp": 64,
+        **SIZES,
         "layers": 4,
         "global_layers": (1, 3),
         "shared_layers": 2,
         "per_layer_input": 6,
         "window": 6,
         "max_positions": 160,
-        "dtype": "float32",
         "image_begin": 3,
         "image_token": 4,
         "image_end": 5,

@@ -214,15 +214,15 @@ class Lane:
             outcomes: list[tuple[LaneRequest, Outcome]] = [
                 (requests[number], _late(requests[number])) for number in planned.expired
             ]
-            taken = self._take(requests, planned.call, now_s)
+            parts = self._take(requests, planned.call, now_s)
             # A request with more rows than the call stays in the queue.
             gone = {id(request) for request, _ in outcomes} | {
-                id(request) for request, _, rows in taken if request.rows == 0
+                id(request) for request, _, rows in parts if request.rows == 0
             }
             self._waiting = deque(request for request in requests if id(request) not in gone)
             self._rows = sum(request.rows for request in self._waiting)
         if planned.call is not None:
-            outcomes += self._compute(planned.call, taken)
+            outcomes += self._compute(planned.call, parts)
         self._count(outcomes)
         self._report(outcomes)
         self._planned = []
@@ -245,31 +245,31 @@ class Lane:
         self, requests: Sequence[LaneRequest], call: Call | None, now_s: float
     ) -> list[tuple[LaneRequest, int, int]]:
         """Marks rows as taken; returns each request with its first row and how many."""
-        taken: list[tuple[LaneRequest, int, int]] = []
+        parts: list[tuple[LaneRequest, int, int]] = []
         for number, rows in call.takes if call is not None else ():
             request = requests[number]
-            taken.append((request, request.taken, rows))
+            parts.append((request, request.taken, rows))
             request.taken += rows
             request.rows -= rows
             if request.began_s is None:
                 request.began_s = now_s
-        return taken
+        return parts
 
-    def _compute(self, call: Call, taken: Sequence[tuple[LaneRequest, int, int]]) -> list[tuple[LaneRequest, Outcome]]:
+    def _compute(self, call: Call, parts: Sequence[tuple[LaneRequest, int, int]]) -> list[tuple[LaneRequest, Outcome]]:
         assert isinstance(call.group, _Group)
         signature = self.manifest.signatures[call.group.signature]
         began_s = time.monotonic()
         try:
-            arrays = _joined(signature, call.size, taken)
+            arrays = _joined(signature, call.size, parts)
             outputs = [np.asarray(result) for result in self._programs[call.group, call.size](*arrays)]
         except Exception as error:  # Whatever the device says, these requests end with it and the next ones are tried.
-            self._forget({id(request) for request, _, _ in taken})
-            return [(request, error) for request, _, _ in taken]
+            self._forget({id(request) for request, _, _ in parts})
+            return [(request, error) for request, _, _ in parts]
         took_s = time.monotonic() - began_s
         self._note(call, took_s)
         outcomes: list[tuple[LaneRequest, Outcome]] = []
         place = 0
-        for request, _, rows in taken:
+        for request, _, rows in parts:
             request.parts.append([output[place : place + rows] for output in outputs] if signature.joins else outputs)
             place += rows
             request.compute_s += took_s
@@ -319,17 +319,17 @@ def _seconds(program: Callable[..., Any], arrays: Sequence[np.ndarray]) -> float
     return time.perf_counter() - began_s
 
 
-def _joined(signature: Signature, size: int, taken: Sequence[tuple[LaneRequest, int, int]]) -> list[np.ndarray]:
+def _joined(signature: Signature, size: int, parts: Sequence[tuple[LaneRequest, int, int]]) -> list[np.ndarray]:
     """Concatenates the rows of the requests of a call and pads them with zeros."""
-    request, first, rows = taken[0]
+    request, first, rows = parts[0]
     # Rows of one request that fill the program need no copy.
-    if not signature.joins or (len(taken) == 1 and rows == size):
+    if not signature.joins or (len(parts) == 1 and rows == size):
         return [array[first : first + rows] if signature.joins else array for array in request.inputs]
     joined: list[np.ndarray] = []
     for number, array in enumerate(request.inputs):
         result = np.empty((size, *array.shape[1:]), array.dtype)
         place = 0
-        for each, begin, count in taken:
+        for each, begin, count in parts:
             result[place : place + count] = each.inputs[number][begin : begin + count]
             place += count
         result[place:] = 0

@@ -1,7 +1,7 @@
 """`attention` on NVIDIA GPUs: cuDNN's kernel, called through `jax.nn`.
 
-`jax.nn` rounds the lse to the dtype of the operands, so no residual is saved: the gradient runs the forward kernel
-again.
+`jax.nn` rounds the lse that it returns to the dtype of the operands, so the kernel provides none. For its own gradient
+it saves the float32 lse on one GPU; a call that several GPUs share runs the forward kernel again.
 """
 
 import ctypes.util

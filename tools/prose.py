@@ -25,7 +25,7 @@ BUDGETS = {
     "packages/quant": (2.5, 2),
     "packages/train": (2.0, 4),
     "packages/rl": (6.0, 17),
-    "packages/serve": (8.0, 3),
+    "packages/serve": (8.0, 1),
     "packages/profile": (5.0, 3),
     "docs README.md GLOSSARY.md CONTRIBUTING.md examples": (5.5, 5),
 }

@@ -147,7 +147,7 @@ def test_tools_need_a_place_in_the_template(tmp_path):
     [
         (("no_such_module:f",), "cannot be imported"),
         (("json:nothing",), "cannot be imported"),
-        (("json",), "write 'module:function'"),
+        (("json",), "expected 'module:function'"),
         ((add, "operator:add"), "Two tools are called 'add'"),
     ],
 )

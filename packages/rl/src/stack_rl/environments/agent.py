@@ -16,9 +16,9 @@ from pydantic import PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.errors import EnvironmentFailed
 from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.functions import import_function
 from stack_rl.contracts import PlaysItself, Score, StepResult, Tasks
 from stack_rl.environments.agent_server import MODEL, AgentServer, AgentSession, check_server
-from stack_rl.environments.functions import imported
 from stack_rl.environments.messages import Renderer, renderer_of
 from stack_rl.environments.records import Record, read_records
 from stack_rl.environments.tasks import ListedTasks
@@ -91,7 +91,7 @@ class AgentConfig:
         return agent_tasks(self._function(), *self._records(), limits=limits, policy=policy, seq_tokens=seq_tokens)
 
     def _function(self) -> Callable[..., Any]:
-        return self.agent if callable(self.agent) else imported(self.agent, label="Agent")
+        return self.agent if callable(self.agent) else import_function(self.agent, label="Agent")
 
     def _records(self) -> tuple[list[Record], list[Record]]:
         held_out = [] if self.held_out is None else read_records(self.held_out, "data.environment.held_out")

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from stack_core.abi.errors import ConfigError
-from stack_rl.environments.functions import imported
+from stack_core.functions import import_function
 from stack_rl.rewards.weighted import resolved
 
 __all__ = ["Tool", "read_tools"]
@@ -58,7 +58,7 @@ class Tool:
         module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
         address = f"{module}:{name}"
         try:
-            found = imported(address, label="Tool") if module != "__main__" else None
+            found = import_function(address, label="Tool") if module != "__main__" else None
         except ConfigError:
             found = None
         if found is not target:
@@ -81,7 +81,7 @@ def read_tools(tools: Sequence[Any]) -> dict[str, Tool]:
     """
     found: dict[str, Tool] = {}
     for each in tools:
-        target, address = (each, "") if callable(each) else (imported(each, label="Tool"), str(each))
+        target, address = (each, "") if callable(each) else (import_function(each, label="Tool"), str(each))
         if inspect.isclass(target):
             methods = inspect.getmembers(target, inspect.isfunction)
             names = [(name, method) for name, method in methods if name[0] != "_" and name != _CLOSE]

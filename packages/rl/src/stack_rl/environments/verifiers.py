@@ -15,10 +15,10 @@ from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.installing import install_command
+from stack_core.functions import import_function
 from stack_rl.contracts import Score, Tasks, Verdict
 from stack_rl.environments.agent import AgentAccess, AgentLimits, agent_tasks
 from stack_rl.environments.agent_server import check_server
-from stack_rl.environments.functions import imported
 from stack_rl.environments.optional import optional_module
 from stack_rl.environments.records import Record
 
@@ -132,7 +132,7 @@ def _load(env: Any, args: Mapping[str, Any]) -> Any:
     if not callable(env) and ":" not in str(env):
         make = functools.partial(verifiers.load_environment, str(env))
     else:
-        make = env if callable(env) else imported(env, label="Environment")
+        make = env if callable(env) else import_function(env, label="Environment")
     try:
         with _signal_guard():
             return make(**args)

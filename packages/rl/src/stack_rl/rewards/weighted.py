@@ -1,6 +1,5 @@
 """Rewards as configs specify them, and their weighted sum."""
 
-import importlib
 import inspect
 import math
 import time
@@ -12,6 +11,7 @@ from stack_core.abi.data import Tokenizer
 from stack_core.abi.errors import ConfigError, EnvironmentFailed
 from stack_core.abi.local_paths import local_path
 from stack_core.abi.plugins import registries
+from stack_core.functions import import_function
 from stack_core.runtime.spans import record_span
 from stack_rl.contracts import Completion, Reward, Score
 from stack_rl.rewards.unchecked import Unchecked
@@ -110,13 +110,7 @@ def resolved(reward: Any) -> tuple[str, Reward]:
         from stack_rl.rewards.model import ModelReward  # imports jax
 
         return str(reward), ModelReward(name)
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"Reward {reward!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
-    if not callable(found):
-        raise ConfigError(f"Reward {reward!r} is a {type(found).__name__}; a function was expected.")
-    return name, found
+    return name, import_function(reward, label="Reward")
 
 
 def _kind(reward: Mapping[str, Any]) -> RewardKind:

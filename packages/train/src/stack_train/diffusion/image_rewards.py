@@ -1,6 +1,5 @@
 """Rewards of images, as configs specify them."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -9,6 +8,7 @@ from jaxtyping import Float64, UInt8
 
 from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.local_paths import local_path
+from stack_core.functions import import_function
 from stack_train.contrastive.loading import load_image_text
 
 __all__ = ["ImageReward", "check_image_reward", "open_image_reward", "score_images"]
@@ -49,18 +49,11 @@ def open_image_reward(reward: str) -> ImageReward:
             return np.sum(features * model.text_features(prompts), axis=-1)
 
         return similarity
-    module, separator, name = reward.partition(":")
-    if not separator:
+    if ":" not in reward:
         raise ConfigError(
             f"data.reward is {reward!r}. Give module:function, or run:DIRECTORY or hf:DIRECTORY of an image-text model."
         )
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"data.reward {reward!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
-    if not callable(found):
-        raise ConfigError(f"data.reward {reward!r} is a {type(found).__name__}; a function was expected.")
-    return found
+    return import_function(reward, label="data.reward")
 
 
 def score_images(

@@ -1,6 +1,5 @@
 """`data.name: arrays`: batches from a user-defined function."""
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from stack_core.abi.config import config
 from stack_core.abi.data import IGNORED_TARGET, Batch, Batches, Shapes
 from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.models import LanguageModelConfig
+from stack_core.functions import import_function
 
 __all__ = ["ArraysBatches", "ArraysData"]
 
@@ -167,15 +167,4 @@ def _check_tokens(batch: Batch, model: LanguageModelConfig, label: str) -> None:
 
 def _function(source: Any) -> Make:
     """Returns a callable unchanged, and imports a function named "module:function"."""
-    if callable(source):
-        return source
-    module, separator, name = str(source).partition(":")
-    if not separator:
-        raise ConfigError(f"data.source is {source!r}; expected 'module:function'.")
-    try:
-        found: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"data.source {source!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
-    if not callable(found):
-        raise ConfigError(f"data.source {source!r} is a {type(found).__name__}; a function was expected.")
-    return found
+    return source if callable(source) else import_function(source, label="data.source")

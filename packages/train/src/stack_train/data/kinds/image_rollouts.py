@@ -256,7 +256,7 @@ class ImageRolloutBatches(PolicyBatches):
     def validation_batches(self) -> Iterator[Batch]:
         """Yields batches whose rows have the rewards of images sampled without noise.
 
-        A row is the final image with the noise of one of the rollouts' steps, so that the objective also reports the
+        A row is the final image with the noise of one of the rollouts' steps, for which the objective also reports the
         divergence from the reference.
         """
         total, rows = self._data.evaluation_images, self._settings.update_images * (self._data.steps - 1)

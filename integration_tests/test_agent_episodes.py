@@ -415,6 +415,6 @@ def test_the_server_knows_its_clients_by_their_keys_and_is_gone_afterwards(tmp_p
 
 
 def test_an_agent_that_cannot_be_imported_is_refused(tmp_path):
-    for agent, message in (("nowhere:agent", "cannot be imported"), ("math:pi", "is not a function")):
+    for agent, message in (("nowhere:agent", "cannot be imported"), ("math:pi", "is a float; a function")):
         with pytest.raises(ConfigError, match=message):
             tasks_of(tmp_path, agent)

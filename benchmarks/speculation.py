@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="folder that keeps the models of the cases (a temporary one)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=1, help="number of concurrent requests")
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=7, help="maximum number of drafted tokens")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -158,3 +158,41 @@ def test_a_draft_model_that_does_not_pay_is_tried_again_less_and_less_often():
     assert pauses[0] >= 64 and pauses[1] >= 2 * 64 and pauses[2] >= 4 * 64
     # The acceptance is that of the pair, so a new sequence does not try again.
     assert not speculation.pays([model_drafts(pair, 0, tries=0)])
+
+
+def test_drafts_wait_until_decoding_is_measured():
+    """An engine that verifies from its first step on would never learn what a step costs without drafts."""
+    speculation = Speculation(BUCKETS, 7)
+    speculation.record_verification(8, 0.050)
+    speculation.record_verification(8, 0.050)
+    assert not speculation.pays(rows_of(3))
+    for _ in range(2):
+        speculation.record_decoding(1, 0.010, is_ahead=True)
+    assert not speculation.pays(rows_of(3)) and not speculation.is_on
+    fast = speculation_of({8: 0.012})
+    for _ in range(200):
+        fast.record_verification(8, 0.012)
+        assert fast.pays(rows_of(3))
+    for _ in range(56):
+        fast.record_verification(8, 0.012)
+    assert not fast.pays(rows_of(3))  # decoding is measured again
+
+
+def test_steps_that_are_never_planned_ahead_are_bounded_instead():
+    """Constrained rows wait for the mask of their newest token."""
+    speculation = Speculation(BUCKETS, 7)
+    for number in range(4):
+        assert not speculation.pays(rows_of(7)), number
+        speculation.record_decoding(1, 0.010, is_ahead=False)
+    assert speculation.pays(rows_of(7))
+
+
+def test_missing_keys_must_be_repaid_by_the_tokens_to_come():
+    speculation, often = drafting(0.001), Acceptance(0.8)
+    assert speculation.repaid_keys(1, often) == float("inf")  # until it is measured
+    for _ in range(9):
+        # 100 keys took 0.5 s, and 8 drafting steps 8 ms.
+        speculation.record_filling(100, 1, 8, 0.508)
+    gain = (1 + often.expected_tokens(7)) / (1.2 + 8 * 0.1)
+    assert speculation.repaid_keys(1, often) == pytest.approx(10 / 5 * (1 - 1 / gain))
+    assert speculation.repaid_keys(1, Acceptance(0.0)) == 0

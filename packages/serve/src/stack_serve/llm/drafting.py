@@ -44,7 +44,7 @@ class Drafting:
     ) -> None:
         self._config, self._state, self._continuations = config, state, continuations
         self._proposer, self._end_tokens = proposer, end_tokens
-        self._catches_up = False
+        self._filled_keys = 0
         self.speculation = Speculation(buckets, config.tokens, None if proposer is None else proposer.cost)
 
     def new_drafter(self, sequence: Sequence) -> Drafts | ModelDrafts:
@@ -61,7 +61,7 @@ class Drafting:
         if any(sequence.total_tokens - sequence.computed_tokens > 1 for sequence in self._state.running):
             return False
         rows = [drafts for _, drafts in self._drafters()]
-        return self.speculation.pays(rows, [self._available(each) for each in rows])
+        return self.speculation.pays(rows, self._available(rows))
 
     def choose(self) -> dict[int, tuple[int, ...]]:
         """Returns the drafts to verify in the next step by sequence id; the host knows all tokens.
@@ -79,9 +79,9 @@ class Drafting:
     def _choose_lengths(self, proposer: Proposer) -> dict[int, tuple[int, ...]]:
         """Chooses the rows to draft with the proposer, and launches the computation of their missing keys."""
         rows = [drafts for _, drafts in self._drafters() if isinstance(drafts, ModelDrafts)]
-        lengths = self.speculation.choose(rows, [self._available(each) for each in rows])
+        lengths = self.speculation.choose(rows, self._available(rows))
         chosen = [(each, length) for each, length in zip(rows, lengths, strict=True) if length]
-        self._catches_up = proposer.catch_up(self._state.block_tables, [each for each, _ in chosen])
+        self._filled_keys = proposer.catch_up(self._state.block_tables, [each for each, _ in chosen])
         return {each.sequence.id: (0,) * length for each, length in chosen if each.has_all_keys}
 
     def draft(self, plan: Plan, tables: np.ndarray) -> tuple[list[int], list[tuple[int, ...]], float | None]:
@@ -128,10 +128,11 @@ class Drafting:
         all_drafts: list[tuple[int, ...]] = [()] * len(rows)
         for (place, _), drafted in zip(places, found, strict=True):
             all_drafts[place] = drafted
-        if self._catches_up:
+        took_s, steps = time.monotonic() - started_s, max(row.tokens for row in rows)
+        if self._filled_keys:
+            self.speculation.record_filling(self._filled_keys, len(places), steps, took_s)
             return all_drafts, None
-        took_s = time.monotonic() - started_s
-        self.speculation.record_drafting(len(places), max(row.tokens for row in rows), took_s)
+        self.speculation.record_drafting(len(places), steps, took_s)
         return all_drafts, took_s
 
     def _drafters(self) -> Iterator[tuple[Continuation, Drafts | ModelDrafts]]:
@@ -139,11 +140,21 @@ class Drafting:
         running = (self._continuations[sequence.id] for sequence in self._state.running)
         return ((continuation, continuation.drafts) for continuation in running if continuation.drafts is not None)
 
-    def _available(self, drafts: Drafts | ModelDrafts) -> int:
-        """Returns the maximum number of drafted tokens of a row."""
-        if self._proposer is None or not isinstance(drafts, ModelDrafts):
-            return self.speculation.tokens
-        return min(self.speculation.tokens, self._proposer.room(drafts))
+    def _available(self, rows: Collection[Drafts | ModelDrafts]) -> list[int]:
+        """Returns the maximum number of drafted tokens of each row."""
+        proposer = self._proposer
+        if proposer is None:
+            return [self.speculation.tokens] * len(rows)
+        available = []
+        for drafts in rows:
+            assert isinstance(drafts, ModelDrafts)
+            missing = proposer.count_missing_keys(drafts)
+            # The tokens to come must repay the computation of the missing keys, those of the prompt above all.
+            is_repaid = not missing or missing <= drafts.remaining_tokens * self.speculation.repaid_keys(
+                len(rows), proposer.pair
+            )
+            available.append(min(self.speculation.tokens, proposer.room(drafts)) if is_repaid else 0)
+        return available
 
     def _allowed(self, continuation: Continuation, drafted: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the first tokens of a draft that the constraint of a continuation allows."""

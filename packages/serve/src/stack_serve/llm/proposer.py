@@ -38,6 +38,11 @@ class ModelDrafts(Acceptance):
         """True if the proposer can continue the sequence: only the key of the newest token is missing."""
         return self.computed_tokens == self.sequence.computed_tokens
 
+    @property
+    def remaining_tokens(self) -> int:
+        """Maximum number of tokens that are still to be generated."""
+        return self.sequence.max_total_tokens - len(self.sequence.tokens)
+
     def extend(self, tokens: Sequence[int], *, drafted: int = 0) -> None:
         """Records the generated tokens of a step, which the sequence already has.
 
@@ -131,7 +136,13 @@ class Proposer(ABC):
             return 0
         return max(self._max_positions - len(drafts.sequence.tokens), 0)
 
-    def catch_up(self, tables: np.ndarray, rows: Sequence[ModelDrafts]) -> bool:
+    def count_missing_keys(self, drafts: ModelDrafts) -> int:
+        """Returns the number of keys to compute before a sequence is drafted, 0 if as few are missing as usual."""
+        drafts.resume(self._digests, self._page_tokens)
+        missing = drafts.sequence.computed_tokens - drafts.computed_tokens
+        return missing if missing > self._usual_tokens else 0
+
+    def catch_up(self, tables: np.ndarray, rows: Sequence[ModelDrafts]) -> int:
         """Launches the computation of missing keys, up to `step_tokens` of them.
 
         Args:
@@ -139,7 +150,7 @@ class Proposer(ABC):
           rows: running sequences.
 
         Returns:
-          True if more keys were missing than usual, so that the duration of this step is not typical.
+          Number of these keys; 0 if as few are missing as usual, and the duration of this step is typical.
         """
         missing, room, is_usual = list[tuple[int, ...]](), self._step_tokens, True
         for drafts in rows:
@@ -154,7 +165,7 @@ class Proposer(ABC):
                 is_usual &= tokens <= self._usual_tokens
         if missing:
             self._fill(missing, tables[[slot for slot, *_ in missing]])
-        return not is_usual
+        return 0 if is_usual else self._step_tokens - room
 
     def propose(self, tables: np.ndarray, rows: Sequence[tuple[Row, ModelDrafts]]) -> list[tuple[int, ...]]:
         """Drafts the tokens that rows verify after their first token.

@@ -1,5 +1,6 @@
 """Decision when speculation pays, from the measured duration of steps and the acceptance of drafts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,8 +18,10 @@ _LEAST_COST = 1.05
 # Speculation must be this much faster to begin, so that noise does not switch it on and off.
 _LEAST_GAIN = 1.15
 _NEW_WEIGHT = 0.2
-# A slow moment of the machine must not disable a size forever.
+# A slow moment of the machine must not disable a size, or decoding, forever.
 _MOST_UNUSED_STEPS = 256
+# Steps with constraints are never planned ahead. The bound of so many steps must do for them.
+_ENOUGH_BOUNDS = 4
 # While a proposer does not run, its acceptance is unknown. It is tried again after so many turns, and less and less
 # often until it is worthwhile for as many.
 _RETRY_TURNS, _MOST_RETRY_TURNS = 64, 4096
@@ -31,12 +34,19 @@ class _Duration:
     Attributes:
       mean_s: average; None until measured or bounded. The first run is not measured, because it touches new memory.
       runs: number of runs.
-      unused: number of other steps since the last run.
+      bounds: number of upper bounds.
+      unused: number of other steps since the last run or bound.
     """
 
     mean_s: float | None = None
     runs: int = 0
+    bounds: int = 0
     unused: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """True if the average can be relied on."""
+        return self.runs > 1 or self.bounds >= _ENOUGH_BOUNDS
 
     def add(self, took_s: float) -> None:
         self.runs += 1
@@ -49,13 +59,16 @@ class _Duration:
 
     def bound(self, max_s: float) -> None:
         """Lowers the average to an upper bound, which stands for it until a run is measured."""
+        self.bounds += 1
+        self.unused = 0
         self.mean_s = max_s if self.mean_s is None else min(self.mean_s, max_s)
 
     def age(self) -> None:
+        """Counts a step of another kind; after too many of them, the duration is unknown again."""
         self.unused += 1
         if self.unused == _MOST_UNUSED_STEPS:
             self.mean_s = None
-            self.runs = 0
+            self.runs = self.bounds = 0
 
 
 @dataclass
@@ -85,14 +98,19 @@ class Speculation:
     _decoding: dict[int, _Duration] = field(default_factory=dict)
     _drafting: dict[int, _Duration] = field(default_factory=dict)
     _verification: dict[int, _Duration] = field(default_factory=dict)
+    _filling: _Duration = field(default_factory=_Duration)
 
     def pays(self, rows: Sequence[Acceptance], available: Sequence[int] | None = None) -> bool:
         """Returns whether drafts are expected to pay, before the newest tokens of the rows are known.
+
+        Not before decoding is measured: the first steps of an engine, and a few after many verifications, only decode.
 
         Args:
           rows: decoding rows.
           available: maximum number of drafted tokens of each row; None means `tokens`.
         """
+        if not self._decoding.get(self.buckets.of_decoding(len(rows)), _Duration()).is_known:
+            return False
         _, gain = self._best(rows, [self.tokens] * len(rows) if available is None else available)
         was_on, self.is_on = self.is_on, gain > (1.0 if self.is_on else _LEAST_GAIN)
         self._turns = self._turns + 1 if was_on == self.is_on else 0
@@ -133,10 +151,31 @@ class Speculation:
     def record_verification(self, tokens: int, took_s: float) -> None:
         """Records the duration of a verification, from the end of the previous step."""
         self._verification.setdefault(self.buckets.of_verification(tokens), _Duration()).add(took_s)
+        for duration in self._decoding.values():
+            duration.age()
 
     def record_drafting(self, rows: int, steps: int, took_s: float) -> None:
         """Records the duration of `steps` steps of a draft model."""
         self._drafting.setdefault(self.buckets.of_decoding(rows), _Duration()).add(took_s / steps)
+
+    def record_filling(self, keys: int, rows: int, steps: int, took_s: float) -> None:
+        """Records the duration of `steps` drafting steps after the computation of `keys` missing keys."""
+        drafting = self._drafting.get(self.buckets.of_decoding(rows), _Duration()).mean_s
+        if drafting is not None:
+            self._filling.add(max(took_s - steps * drafting, 0.0) / keys)
+
+    def repaid_keys(self, rows: int, acceptance: Acceptance) -> float:
+        """Returns the number of missing keys of a proposer whose computation one more generated token repays.
+
+        Args:
+          rows: number of decoding rows.
+          acceptance: expected acceptance of each row.
+        """
+        filling, decoding = self._filling.mean_s, self._decoding.get(self.buckets.of_decoding(rows), _Duration()).mean_s
+        if not filling or decoding is None:
+            return math.inf
+        _, gain = self._best([acceptance] * rows, [self.tokens] * rows)
+        return decoding / filling * (1 - 1 / max(gain, 1.0))
 
     def _best(self, rows: Sequence[Acceptance], available: Sequence[int]) -> tuple[list[int], float]:
         """Returns the best draft lengths of one to all token buckets, and their speed relative to decoding."""

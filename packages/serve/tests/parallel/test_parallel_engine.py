@@ -152,9 +152,10 @@ def test_engines_that_fell_asleep_in_vain_get_the_weights_again(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, sleeping = server.engine, list[Any]()
-    catch_up, pids = engine._catch_up, engine.pids
+    replicas, pids = engine._replicas, engine.pids
+    catch_up = replicas._catch_up
     engine.update_weights(weights(shift=3, keeps_awake=0, lost_by=1), version=8)
-    monkeypatch.setattr(engine, "_catch_up", lambda each: (sleeping.append(engine._sleeping), catch_up(each)))
+    monkeypatch.setattr(replicas, "_catch_up", lambda each: (sleeping.append(replicas.sleeping), catch_up(each)))
     with pytest.raises(GenerationError, match="cannot sleep"):
         engine.sleep(2)
     server.wait_until(lambda: None not in engine.pids)

@@ -1,22 +1,20 @@
 """Several engines of one model behind the interface of one, each in a process of its own."""
 
-import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from stack_core.abi.adapters import Adapters
 from stack_core.abi.engines import Engine, Pooling
-from stack_core.abi.errors import ClusterError, EngineBusy, EngineStopped, GenerationError, StackError, nearest
+from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, StackError
 from stack_core.abi.generation import (
     Constraint,
     EngineStats,
@@ -29,22 +27,18 @@ from stack_serve.llm.compiled_programs import Progress as ReportProgress
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.group_checks import check_config, refusal_over_hosts
 from stack_serve.llm.limits import Limits
-from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
+from stack_serve.llm.new_weights import KeysOfOldWeights, check_policy
 from stack_serve.llm.pages import extend_digests
 from stack_serve.parallel.config import ParallelConfig
 from stack_serve.parallel.devices import EngineDevices, devices_of_hosts, divide_devices
 from stack_serve.parallel.hosted import Handover, OpenEngine, Progress
 from stack_serve.parallel.process import ReplicaProcess
+from stack_serve.parallel.replicas import Replicas, first_line
 from stack_serve.parallel.router import Router
-from stack_serve.parallel.weights import SharedWeights
 
 __all__ = ["ParallelEngine"]
 
-T = TypeVar("T")
-
 _LOG = logging.getLogger(__name__)
-_MOST_STARTS = 3
-_RESTART_S = 1.0
 _RETRY_AFTER_S = 1.0
 _MOST_REPLAYS = 1  # a request that ends every engine that computes it must not end all of them
 
@@ -108,30 +102,29 @@ class ParallelEngine(Engine):
         devices: Sequence[EngineDevices] | None = None,
     ) -> None:
         self._count, self._decoding = parallel.engines, parallel.data_parallel
-        self._chips = config.tensor * config.expert
+        chips = config.tensor * config.expert
         if parallel.hosts > 1:
             check_config(config, parallel.hosts)
-            devices = [devices_of_hosts(parallel.hosts, self._chips)] if devices is None else devices
-        self._devices = divide_devices(self._count, self._chips) if devices is None else devices
-        self._open, self._config, self._parallel = open_engine, config, parallel
-        self._progress = progress
+            devices = [devices_of_hosts(parallel.hosts, chips)] if devices is None else devices
+        self._config, self._progress, self._hosts = config, progress, parallel.hosts
         self._reports: dict[int, Progress] = {}
-        self._processes: list[ReplicaProcess | None] = [None] * self._count
-        self._given_up: set[int] = set()
-        # `_lock` guards requests and loads. `_changes` orders what applies to all engines, and may be held for long.
-        self._lock, self._changes = threading.Condition(), threading.RLock()
+        self._lock = threading.Condition()  # guards requests, loads and the processes
         self._running: dict[str, _Running] = {}
         self._streams: dict[str, tuple[int, queue.SimpleQueue[GenerationUpdate]]] = {}
         self._loads = [0] * self._count
-        self._adapters: dict[str, tuple[int, str | Adapters | None]] = {}
-        self._adapter_numbers = itertools.count()
         self._limits: Limits | None = None
-        self._parameters: Any = None
-        self._weights = SharedWeights()
+        self._router_name = parallel.router
         self._routers = self._make_routers(0)
-        self._sleeping: Literal[1, 2] | None = None
-        self._closing = False
-        self._failure: str | None = None
+        self._replicas = Replicas(
+            open_engine,
+            parallel,
+            divide_devices(self._count, chips) if devices is None else devices,
+            chips=chips,
+            lock=self._lock,
+            receive=self._receive,
+            progress=self._report,
+            on_end=self._end,
+        )
 
     @property
     def limits(self) -> Limits:
@@ -142,21 +135,21 @@ class ParallelEngine(Engine):
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of adapters that requests may select."""
-        return tuple(self._adapters)
+        return tuple(self._replicas.adapters)
 
     @property
     def pids(self) -> tuple[int | None, ...]:
         """Process ids of the engines; None for an engine that is not running."""
-        return tuple(None if process is None else process.pid for process in self._processes)
+        return tuple(None if process is None else process.pid for process in self._replicas.processes)
 
     @property
     def running_engines(self) -> int:
         """Number of engines that run."""
-        return sum(process is not None for process in self._processes)
+        return len(self._replicas.running)
 
     def processes(self, engine: int) -> tuple[int | None, ...]:
         """Returns the process ids of one engine, one for each of its hosts; () if it is not running."""
-        process = self._processes[engine]
+        process = self._replicas.processes[engine]
         return () if process is None else process.pids
 
     def prepare(self) -> None:
@@ -178,9 +171,7 @@ class ParallelEngine(Engine):
         with self._lock:
             while self._running and (left_s := deadline_s - time.monotonic()) > 0:
                 self._lock.wait(left_s)
-            self._closing = True
-            self._lock.notify_all()
-        _on_threads([process.close for process in self._processes if process is not None])
+        self._replicas.close()
 
     def __enter__(self) -> "ParallelEngine":
         self.start()
@@ -198,7 +189,7 @@ class ParallelEngine(Engine):
           EngineStopped: the engines were closed or failed.
         """
         self.limits.check(request)
-        number = self._adapter(request.adapter)
+        number = self._replicas.adapter_number(request.adapter)
         digests: list[bytes] = []
         if self._count > self._decoding or self._routers[0].uses_digests:
             page_tokens = self._config.page_tokens
@@ -211,7 +202,7 @@ class ParallelEngine(Engine):
         # Log-probabilities of a prompt are computed with it, without cached pages.
         running.is_prefilled = not digests or request.sampling.prompt_logprobs is not None
         with self._lock:
-            self._check_awake()
+            self._replicas.check_awake()
             name = request.request_id
             if name in self._running or name in self._streams:
                 raise GenerationError(
@@ -247,7 +238,7 @@ class ParallelEngine(Engine):
             if running is None:
                 return
             running.is_aborted = True
-            process = self._processes[running.engine]
+            process = self._replicas.processes[running.engine]
         if process is not None:
             process.abort(request_id)
 
@@ -269,22 +260,12 @@ class ParallelEngine(Engine):
             them into use and therefore starts again; names the versions of the engines.
         """
         check_policy(kv)
-        if self._parallel.hosts > 1:  # before the copies are sent
+        if self._hosts > 1:  # before the copies are sent
             raise GenerationError(refusal_over_hosts("New weights"))
-        with self._changes:
-            with self._lock:
-                self._check_awake()
-            check_params(params, self._parameters)
-            weights = self._weights.updated(params, version)
-            # Once, because each engine would place a host array anew.
-            arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), params)
-            self._place_weights(arrays)
-            self._weights = weights
-            if donate:
-                for array in jax.tree.leaves(arrays):
-                    array.delete()
+        try:
+            self._replicas.update_weights(params, kv, version=version, donate=donate)
+        finally:
             self._forget_prefixes()
-            self._use_weights(kv)
 
     def stats(self) -> EngineStats:
         """Returns the sums over the running engines, and the lowest version of their weights.
@@ -292,220 +273,102 @@ class ParallelEngine(Engine):
         Raises:
           EngineStopped: all engines have failed.
         """
-        if self._failure is not None:
-            raise EngineStopped(self._failure)
+        if self._replicas.failure is not None:
+            raise EngineStopped(self._replicas.failure)
         found = [stats for stats in self.engine_stats() if stats is not None]
         sums = {each.name: sum(getattr(one, each.name) for one in found) for each in fields(EngineStats)}
         return EngineStats(**{**sums, "weights_version": min((one.weights_version for one in found), default=0)})
 
     def engine_stats(self) -> list[EngineStats | None]:
         """Returns the latest statistics of each engine; None for an engine that is not running."""
-        return [None if process is None else process.stats for process in self._processes]
+        return [None if process is None else process.stats for process in self._replicas.processes]
 
     def memory(self) -> str:
         """Returns the memory use of each process, as human-readable text."""
-        found = self._on_all("memory")
+        found = self._replicas.call("memory")
         return "; ".join(f"engine {number}: {text}" for number, text in found.items())
 
     def compile_constraint(self, constraint: Constraint) -> None:
         """Compiles a constraint in every engine; see `Engine`."""
-        self._on_all("compile_constraint", constraint)
+        self._replicas.call("compile_constraint", constraint)
 
     def embed(self, prompts: Sequence[Sequence[int]], *, pooling: Pooling = "last") -> np.ndarray:
         """Computes the pooled hidden states of prompts on the least loaded engine; see `Engine`."""
         with self._lock:
-            self._check_awake()
+            self._replicas.check_awake()
             loads = self._available(range(self._decoding))
             engine = min((load, number) for number, load in enumerate(loads) if load is not None)[1]
-            process = self._processes[engine]
+            process = self._replicas.processes[engine]
             self._loads[engine] += 1
         assert process is not None
         try:
             return process.call("embed", prompts, pooling=pooling)
         finally:
             with self._lock:
-                self._loads[engine] -= self._processes[engine] is process
+                self._loads[engine] -= self._replicas.processes[engine] is process
 
     def load_adapter(self, name: str, adapters: str | Adapters) -> None:
         """Registers an adapter in every engine, or in none; see `Engine`."""
-        with self._changes:
-            try:
-                self._on_all("load_adapter", name, adapters)
-            except StackError:
-                if name not in self._adapters:
-                    self._unload_everywhere(name)
-                raise
-            self._adapters[name] = (next(self._adapter_numbers), adapters)
+        self._replicas.load_adapter(name, adapters)
 
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter from every engine; see `Engine`."""
-        with self._changes:
-            self._adapter(name)
-            del self._adapters[name]
-            self._unload_everywhere(name)
+        self._replicas.unload_adapter(name)
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Frees the device memory of all engines, or of none; see `Engine`."""
-        with self._changes:
+        with self._replicas.changes:
             with self._lock:
-                self._check_awake()
+                self._replicas.check_awake()
                 if self._running or any(self._loads):
                     raise EngineBusy(
                         f"{len(self._running)} requests run. Let them finish, or abort them, before the engine sleeps.",
                         retry_after_s=_RETRY_AFTER_S,
                     )
-                self._sleeping = level
-            try:
-                self._on_all("sleep", level)
-            except Exception:  # whichever it is, the engines must be alike
-                self._wake_with_weights(level)
-                raise
-            if level == 2:
-                self._weights = self._weights.reset()
+                self._replicas.sleeping = level
+            self._replicas.sleep(level)
             self._forget_prefixes()
 
     def wake_up(self) -> None:
         """Allocates the memory of all engines again; see `Engine`."""
-        with self._changes:
-            self._on_all("wake_up")
-            self._sleeping = None
-
-    def _wake_with_weights(self, level: Literal[1, 2]) -> None:
-        """Wakes all engines up with the current weights after some could not sleep; requests are refused until then."""
-
-        def wake_up(process: ReplicaProcess) -> None:
-            process.call("wake_up")
-            # An engine that fell asleep has read the checkpoint again.
-            if level == 2 and self._weights.updates:
-                self._catch_up(process)
-
-        self._end_failed(self._on_each(wake_up), "wake up with the current weights")
-        self._sleeping = None
+        self._replicas.wake_up()
 
     def _start_all(self, compile_with: str | None) -> None:
-        try:
-            processes = _on_threads([partial(self._start, number, compile_with) for number in range(self._count)])
-        except BaseException:  # including Ctrl-C: the processes that have started must not outlive this call
-            self.close()
-            raise
-        properties = processes[0].properties
-        assert properties is not None
-        self._adapters = {name: (next(self._adapter_numbers), None) for name in properties.adapters}
-        self._routers = self._make_routers(properties.limits.pages)
-        self._parameters, self._limits = properties.parameters, properties.limits
+        limits = self._replicas.start(compile_with).limits
+        self._routers, self._limits = self._make_routers(limits.pages), limits
 
     def _make_routers(self, pages: int) -> tuple[Router, Router]:
         """Returns the routers of the engines that generate, and of the engines that compute prompts."""
-        name, prefill = self._parallel.router, self._count - self._decoding
-        return Router(self._decoding, name, pages=pages), Router(prefill, name, pages=pages)
-
-    def _start(self, number: int, compile_with: str | None) -> ReplicaProcess:
-        """Starts the process of an engine, which can then receive requests."""
-        process: ReplicaProcess | None = None
-
-        def on_end(cause: StackError | None) -> None:
-            self._end(number, process, cause)
-
-        process = ReplicaProcess(
-            self._devices[number],
-            self._open,
-            cluster=self._parallel.cluster,
-            count=self._chips if self._parallel.hosts > 1 else None,
-            name=f"engine {number}",
-            receive=partial(self._receive, number),
-            progress=partial(self._report, number),
-            on_end=on_end,
+        name = self._router_name
+        return (
+            Router(self._decoding, name, pages=pages),
+            Router(self._count - self._decoding, name, pages=pages),
         )
-        properties = process.start(compile_with, hands_over=self._count > self._decoding)
-        with self._changes:
-            if self._limits is not None:  # a restart, after which the engine lacks later changes
-                try:
-                    self._repeat_changes(process, properties.adapters)
-                except BaseException:  # whichever it is, nothing else refers to the process, which must end
-                    process.close()
-                    raise
-            with self._lock:
-                if process.is_closed:
-                    raise EngineStopped(f"Engine {number} ended right after its start.")
-                self._processes[number] = process
-        return process
-
-    def _repeat_changes(self, process: ReplicaProcess, adapters: Sequence[str]) -> None:
-        """Applies to a restarted engine the changes since the first start, when it had some `adapters`."""
-        for name, (_, loaded) in self._adapters.items():
-            if loaded is not None:
-                process.call("load_adapter", name, loaded)
-        for name in set(adapters) - set(self._adapters):
-            process.call("unload_adapter", name)
-        if self._weights.updates:
-            self._catch_up(process)
-        if self._sleeping is not None:
-            process.call("sleep", self._sleeping)
-
-    def _catch_up(self, process: ReplicaProcess) -> None:
-        """Gives the current weights to an engine that has those of the checkpoint."""
-        for params in self._weights.changed:
-            process.receive_weights(params)
-        process.use_weights(self._weights.updates, self._weights.version, "keep")
-
-    def _place_weights(self, params: Any) -> None:
-        """Copies parameters to all engines; raises a GenerationError if one cannot hold them, and frees the copies."""
-        refused = self._on_each(lambda process: process.receive_weights(params))
-        if not refused:
-            return
-        self._on_each(lambda process: process.drop_weights())
-        number, error = min(refused.items())
-        raise GenerationError(
-            f"Engine {number} cannot take the new weights, so no engine did. All answer with version "
-            f"{self._weights.version}. The cause: {_first_line(error)}",
-            parameter="params",
-        ) from error
-
-    def _use_weights(self, kv: KeysOfOldWeights) -> None:
-        """Replaces the parameters of all engines by the copied ones; an engine that fails to do so starts again."""
-        weights = self._weights
-        failed = self._on_each(lambda process: process.use_weights(weights.updates, weights.version, kv))
-        if not failed:
-            return
-        self._end_failed(failed, f"take version {weights.version} of the weights")
-        numbers, error = ", ".join(map(str, sorted(failed))), failed[min(failed)]
-        raise GenerationError(
-            f"Engine {numbers} did not take version {weights.version} of the weights and starts again with it. The "
-            f"others answer with version {weights.version}. The cause: {_first_line(error)}",
-            parameter="params",
-        ) from error
-
-    def _end_failed(self, failed: Mapping[int, Exception], task: str) -> None:
-        """Ends engines that failed at a task; they start again with all changes."""
-        for number, error in failed.items():
-            process = self._processes[number]
-            if process is not None:
-                process.fail(ClusterError(f"it did not {task}: {error}"))
 
     def _end(self, number: int, process: ReplicaProcess | None, cause: StackError | None) -> None:
         """Handles the end of a process, on the thread that owned it."""
         with self._lock:
-            if process is None or self._processes[number] is not process:
+            if process is None or self._replicas.processes[number] is not process:
                 return  # it was starting, which raises there
-            self._processes[number], self._loads[number] = None, 0
+            self._replicas.processes[number], self._loads[number] = None, 0
             is_prefill = number >= self._decoding
             self._routers[is_prefill].forget(number - self._decoding * is_prefill)
             lost = [running for running in self._running.values() if running.engine == number]
             for running in lost:
                 running.load = 0
-            restarts = cause is not None and not self._closing
+            restarts = cause is not None and not self._replicas.closing
         if cause is not None:
             _LOG.error("Engine %d ended and is started again: %s", number, cause)
         for running in lost:
             self._recover(running, number, cause)
         if restarts:
-            threading.Thread(target=self._restart, args=(number,), name=f"restart-{number}", daemon=True).start()
+            self._replicas.restart(number)
 
     def _recover(self, running: _Running, number: int, cause: StackError | None) -> None:
         """Gives a request of an ended engine to another one, or ends it."""
         if cause is None or running.is_aborted:
             return self._finish(running, "abort", None)
-        error = f"Engine {number} ended while it computed this request. Send it again. ({_first_line(cause)})"
+        error = f"Engine {number} ended while it computed this request. Send it again. ({first_line(cause)})"
         if running.is_streamed or running.replays >= _MOST_REPLAYS:
             return self._finish(running, "error", error)
         running.replays += 1
@@ -549,26 +412,6 @@ class ParallelEngine(Engine):
         handover = None if result.exception() is not None else result.result()
         return self._continue(running, "No engine that generates runs. Send the request again.", handover)
 
-    def _restart(self, number: int) -> None:
-        reason = ""
-        for attempt in range(_MOST_STARTS):
-            if self._closing:
-                return
-            try:
-                process = self._start(number, "prepare")
-            except StackError as error:
-                _LOG.error("Engine %d cannot start: %s", number, error)
-                reason = str(error)
-                time.sleep(_RESTART_S * 2**attempt)
-                continue
-            if self._closing:
-                process.close()
-            return
-        with self._lock:
-            self._given_up.add(number)
-            if self._given_up.issuperset(range(self._decoding)):
-                self._failure = f"All engines that generate have failed, most recently engine {number}: {reason}"
-
     def _check_room(self, continuations: int) -> None:
         """Raises EngineBusy if too many continuations would wait; the caller holds the lock."""
         waiting = sum(self._loads) - self._config.max_sequences * self._decoding
@@ -588,13 +431,13 @@ class ParallelEngine(Engine):
         """
         prefill = range(self._decoding, self._count)
         engines, router, count = range(self._decoding), self._routers[0], len(running.unfinished)
-        if not running.is_prefilled and any(self._processes[number] is not None for number in prefill):
+        if not running.is_prefilled and any(number in self._replicas.running for number in prefill):
             engines, router, count = prefill, self._routers[1], 1
         loads = self._available(engines)
         number = engines[router.choose(running.digests, loads, continuations=count)]
         self._loads[number] += count
         running.engine, running.load = number, count
-        process = self._processes[number]
+        process = self._replicas.processes[number]
         assert process is not None
         return process
 
@@ -606,7 +449,8 @@ class ParallelEngine(Engine):
 
     def _available(self, engines: range) -> list[int | None]:
         """Returns the load of each of some engines, None if it is not running; raises EngineBusy if all are None."""
-        loads = [self._loads[number] if self._processes[number] is not None else None for number in engines]
+        running = self._replicas.running
+        loads = [self._loads[number] if number in running else None for number in engines]
         if all(load is None for load in loads):
             raise EngineBusy("All engines are starting again. Try again later.", retry_after_s=5.0)
         return loads
@@ -656,89 +500,7 @@ class ParallelEngine(Engine):
             compiled, total = sum(each.compiled for each in reports), sum(each.total for each in reports)
             self._progress(f"{progress.program} of engine {number}", compiled, total)
 
-    def _on_all(self, method: str, *arguments: Any) -> Mapping[int, Any]:
-        """Calls a method of all running engines concurrently; an engine that ends meanwhile is left out.
-
-        Raises:
-          StackError: the first exception of an engine, after all calls have returned.
-        """
-        running = self._running_processes()
-
-        def call(process: ReplicaProcess) -> Any:
-            try:
-                return process.call(method, *arguments)
-            except EngineStopped as error:
-                return error
-
-        found = dict(zip(running, _on_threads([partial(call, each) for each in running.values()]), strict=True))
-        return {number: value for number, value in found.items() if not isinstance(value, EngineStopped)}
-
-    def _on_each(self, action: Callable[[ReplicaProcess], None]) -> dict[int, Exception]:
-        """Runs an action for all running engines concurrently and returns the exceptions by engine.
-
-        An engine that ends meanwhile is left out: it starts again with all changes.
-        """
-        running = self._running_processes()
-
-        def run(process: ReplicaProcess) -> Exception | None:
-            try:
-                action(process)
-            except EngineStopped:
-                return None
-            except Exception as error:  # whichever it is, the caller must keep the engines alike
-                return error
-            return None
-
-        errors = zip(running, _on_threads([partial(run, each) for each in running.values()]), strict=True)
-        return {number: error for number, error in errors if error is not None}
-
     def _forget_prefixes(self) -> None:
         with self._lock:
             for router in self._routers:
                 router.forget()
-
-    def _running_processes(self) -> dict[int, ReplicaProcess]:
-        return {number: process for number, process in enumerate(self._processes) if process is not None}
-
-    def _unload_everywhere(self, name: str) -> None:
-        for process in self._processes:
-            if process is None:
-                continue
-            try:
-                process.call("unload_adapter", name)
-            except (GenerationError, EngineStopped):
-                continue  # it does not have the adapter, or has ended
-
-    def _adapter(self, name: str | None) -> int | None:
-        """Returns the number of an adapter for page digests; None is the base model."""
-        if name is None:
-            return None
-        if name not in self._adapters:
-            raise GenerationError(
-                f"There is no adapter {name!r}.{nearest(name, self._adapters)} There are: "
-                f"{', '.join(self._adapters) or 'none'}.",
-                parameter="adapter",
-            )
-        return self._adapters[name][0]
-
-    def _check_awake(self) -> None:
-        if self._failure is not None:
-            raise EngineStopped(self._failure)
-        if self._closing:
-            raise EngineStopped("The engines were closed. Start others.")
-        if self._sleeping is not None:
-            raise GenerationError("The engine sleeps. Wake it up first (wake_up).", parameter="engine")
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the message of an error without the traceback of another process."""
-    return str(error).partition("\n")[0]
-
-
-def _on_threads(functions: Sequence[Callable[[], T]]) -> list[T]:
-    """Calls functions concurrently and returns their results, or raises the first exception after all have ended."""
-    if not functions:
-        return []
-    with ThreadPoolExecutor(len(functions)) as pool:
-        futures = [pool.submit(function) for function in functions]
-    return [future.result() for future in futures]

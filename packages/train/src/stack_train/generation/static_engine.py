@@ -11,7 +11,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int16
 from pydantic import PositiveInt
 
 from stack_core.abi.caches import CacheStorage
@@ -29,21 +28,19 @@ from stack_core.abi.generation import (
     SamplingParams,
     TokenLogprob,
 )
-from stack_core.abi.models import Outputs
-from stack_core.ops.kv_cache import DenseKVCache
 from stack_core.ops.sampling.sampling import (
     MOST_BIASES,
     MOST_STOP_TOKENS,
     SamplingSettings,
     candidate_tokens,
-    sample,
 )
 from stack_core.runtime.tree_paths import path_name
 from stack_core.text.detokenize import IncrementalDetokenizer
 from stack_core.text.image_prompts import check_images
 from stack_core.text.images import image_reader_of
 from stack_core.text.sources import check_continues
-from stack_train.generation.prompt_images import image_inputs, image_tokens_of
+from stack_train.generation.prompt_images import image_inputs
+from stack_train.generation.static_program import generate_rows
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
 
@@ -118,7 +115,8 @@ class StaticEngine(Engine):
         self._params = checkpoint.load_params()
         self._rows = self._config.rows
         self._version = 0
-        self._generate = jax.jit(self._run_rows, static_argnames=("capacity", "candidates", "experts"))
+        generate = partial(generate_rows, checkpoint, self._config.kv_cache)
+        self._generate = jax.jit(generate, static_argnames=("capacity", "candidates", "experts"))
         # Guards the queue and the works. It is acquired inside of `_device`, never around it, which excludes deadlocks.
         self._changed = threading.Condition()
         self._device = threading.RLock()  # Serializes batches and weight updates.
@@ -371,7 +369,7 @@ class StaticEngine(Engine):
         return jax.device_get(self._generate(self._params, rows, capacity=capacity, **reported))
 
     def _filled_rows(self, batch: Sequence[_Continuation], bucket: int, prompts: int) -> dict[str, Any]:
-        """Returns the inputs of `_run_rows`; with fewer prompts than rows, each distinct prompt has one place."""
+        """Returns the inputs of `generate_rows`; with fewer prompts than rows, each distinct prompt has one place."""
         rows, stops = self._rows, [self._stops(each.work.request.sampling) for each in batch]
         # A power of two, because every width of this array compiles one more program.
         most = 1 << max([len(each) for each in stops] + [1]).bit_length()
@@ -410,78 +408,6 @@ class StaticEngine(Engine):
     def _stops(self, sampling: SamplingParams) -> list[int]:
         own = () if sampling.ignore_eos else self._checkpoint.end_tokens
         return sorted({*own, *sampling.stop_tokens})
-
-    def _run_rows(
-        self, params: Any, rows: dict[str, Any], *, capacity: int, candidates: bool, experts: bool
-    ) -> dict[str, jax.Array]:
-        """Generates the continuations of all rows, in one program.
-
-        Returns:
-          A dict with
-            count: int32[rows], number of sampled tokens.
-            ok: bool[rows], False if NaN or infinite logits prevented sampling at any step.
-            history: int32[rows, capacity], the prompts followed by the sampled tokens.
-            logprobs, ranks: [rows, capacity], the log-probability and rank of each sampled token (see `sample`).
-            candidates: uint8[rows, capacity, ceil(vocab / 8)], bit masks of the candidates of each sampled token; only
-              if `candidates` is set.
-            experts: int16[rows, capacity, mixtures, active], the experts of the prompts and of all sampled tokens but
-              the last; only if `experts` is set.
-
-        Raises:
-          GenerationError: `experts` is set, and the model has no mixtures of experts.
-        """
-        model, (prompts, bucket), count = self._checkpoint.model(params), rows["prompts"].shape, len(rows["limits"])
-        empty: Any = DenseKVCache.empty(
-            self._checkpoint.states, batch=prompts, capacity=capacity, storage=self._config.kv_cache
-        )
-        last = (rows["prompt_lengths"] - 1)[:, None]
-        # Padding repeats the last position, because dynamic and longrope scaling depend on a row's largest one.
-        positions = jnp.minimum(jnp.arange(bucket), last)
-        images, prompt_of_row = rows.get("images"), rows["prompt_of_row"]
-        given: dict[str, Any] = {} if images is None else {"images": image_tokens_of(model, images)}
-        # After images with positions in several directions, positions fall behind places.
-        shift = 0 if images is None else images["shift"][prompt_of_row]
-        outputs = model(rows["prompts"], positions, cache=empty.expecting(rows["prompt_lengths"]), **given)
-        hidden = jnp.take_along_axis(outputs.hidden, last[..., None], axis=1)
-        cache: Any = outputs.cache
-        rows = {name: each for name, each in rows.items() if name != "images"}
-        rows |= {"tokens": rows["prompts"], "lengths": rows["prompt_lengths"]}
-        if prompts < count:
-            layers = jax.tree.map(lambda leaf: leaf[:, prompt_of_row], cache.layers)
-            cache = DenseKVCache(layers, cache.lengths[prompt_of_row])
-            hidden = hidden[prompt_of_row]
-            rows |= {"tokens": rows["tokens"][prompt_of_row], "lengths": rows["lengths"][prompt_of_row]}
-        free = capacity - bucket
-        found = {
-            "history": jnp.pad(rows["tokens"], ((0, 0), (0, free))),
-            "ok": jnp.ones(count, bool),
-            "logprobs": jnp.zeros((count, capacity), jnp.float32),
-            "ranks": jnp.zeros((count, capacity), jnp.int32),
-        }
-        if candidates:
-            found["candidates"] = jnp.zeros((count, capacity, -(-self._checkpoint.vocab_size // 8)), jnp.uint8)
-        if experts:
-            of_prompts = _experts_of(outputs)[prompt_of_row]
-            found["experts"] = jnp.pad(of_prompts, ((0, 0), (0, free), (0, 0), (0, 0)))
-        choose = partial(_choose, model, rows, SamplingSettings.unpacked(rows["settings"]))
-        state = choose(0, hidden, found, rows["limits"] == 0)
-
-        def step(carry: Any) -> Any:
-            place, cache, (found, ended, counts) = carry
-            # A row that has finished may be at the end of the cache.
-            last = jnp.minimum(rows["lengths"] + place, capacity) - 1
-            tokens = jnp.take_along_axis(found["history"], last[:, None], axis=1)
-            outputs = model(tokens, (cache.lengths - shift)[:, None], cache=cache)
-            if experts:
-                of_token = _experts_of(outputs)[:, 0]
-                found = {**found, "experts": found["experts"].at[jnp.arange(count), last].set(of_token)}
-            found, ended, drawn = choose(place, outputs.hidden, found, ended)
-            return place + 1, outputs.cache, (found, ended, counts + drawn)
-
-        goes_on = lambda carry: ~jnp.all(carry[2][1])
-        # On the device, since a loop on the host would wait for every token.
-        _, _, (found, _, counts) = jax.lax.while_loop(goes_on, step, (1, cache, state))
-        return {"count": counts, **found}
 
     def _update(self, of: _Continuation, found: dict[str, Any], started_s: float) -> GenerationUpdate:
         request, count = of.work.request, int(found["count"])
@@ -563,13 +489,6 @@ def _text(tokenizer: Tokenizer, request: GenerationRequest, tokens: Sequence[int
     return "".join([*map(detokenizer.push, tokens), detokenizer.flush()])
 
 
-def _experts_of(outputs: Outputs) -> Int16[Array, "rows seq mixtures active"]:
-    """Returns the experts of each token of a call."""
-    if "experts" not in outputs.facts:
-        raise GenerationError("The model has no mixtures of experts to report. Leave experts out.", parameter="experts")
-    return jnp.moveaxis(outputs.facts["experts"], 0, 2).astype(jnp.int16)
-
-
 def _prompt_identity(each: _Continuation) -> Hashable:
     """Returns a key that is equal for equal prompts: the tokens, and the place and digest of each image."""
     request = each.work.request
@@ -579,34 +498,3 @@ def _prompt_identity(each: _Continuation) -> Hashable:
 def _deadline_s(work: _Work) -> float:
     timeout_s = work.request.timeout_s
     return float("inf") if timeout_s is None else work.times.submitted_s + timeout_s
-
-
-def _choose(
-    model: Any,
-    rows: dict[str, jax.Array],
-    settings: SamplingSettings,
-    place: Int[Array, ""] | int,
-    hidden: Float[Array, "rows 1 embed"],
-    found: dict[str, jax.Array],
-    finished: jax.Array,
-) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
-    """Samples the token at index `place` of each continuation.
-
-    Returns:
-      The updated arrays, a mask of the rows that have finished, and 1 for each row that sampled a token (else 0).
-    """
-    lengths = rows["lengths"] + place
-    kept = "candidates" in found
-    drawn = sample(model.logits(hidden[:, 0]), settings, found["history"], lengths, candidates=kept)
-    stops = jnp.any(drawn.tokens[:, None] == rows["stops"], axis=1) & (place + 1 > settings.min_tokens)
-    values = {"logprobs": drawn.logprobs, "ranks": drawn.ranks}
-    values |= {"candidates": jnp.packbits(drawn.candidates, axis=1)} if kept else {}
-    own = {
-        name: jax.lax.dynamic_update_slice_in_dim(found[name], each[:, None], place, axis=1)
-        for name, each in values.items()
-    }
-    # Rows at the end of the cache, which have finished, write outside of it and are dropped.
-    history = found["history"].at[jnp.arange(len(lengths)), lengths].set(drawn.tokens, mode="drop")
-    # Logits of a row that has finished do not matter.
-    found = {**found, "history": history, "ok": found["ok"] & (drawn.ok | finished), **own}
-    return found, finished | stops | (rows["limits"] <= place + 1), (~finished).astype(jnp.int32)

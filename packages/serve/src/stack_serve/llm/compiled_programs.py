@@ -121,14 +121,14 @@ class CompiledPrograms:
         return next((each for each in sizes if each >= size and (kind, each) in self.programs), size)
 
     def _compile(self, key: Key) -> Any:
-        return self._lower(key).compile(compiler_options())
+        return self._lower(key).compile(compiler_options(key[0]))
 
     def _compile_now(self, keys: Sequence[Key], report: Callable[[Key], None]) -> None:
         # XLA releases the GIL, which lets compilation overlap with tracing of the next program.
         with ThreadPoolExecutor(max_workers=compile_threads()) as threads:
             compiling = {}
             for key in keys:
-                compiling[key] = threads.submit(self._lower(key).compile, compiler_options())
+                compiling[key] = threads.submit(self._lower(key).compile, compiler_options(key[0]))
                 compiling[key].add_done_callback(lambda _, key=key: report(key))
             self.programs |= {key: program.result() for key, program in compiling.items()}
 

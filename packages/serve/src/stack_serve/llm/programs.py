@@ -172,7 +172,7 @@ class Programs(LoweredPrograms):
     def largest(self) -> dict[str, jax.stages.Compiled]:
         """Compiles the two programs with the largest memory use: the full decode batch and the longest prefill."""
         keys = (("decode", self._buckets.largest_rows), ("prefill", self._buckets.largest_tokens))
-        return {key[0]: self._lowered(key).compile(compiler_options()) for key in keys}
+        return {key[0]: self._lowered(key).compile(compiler_options(key[0])) for key in keys}
 
     def admit(self, slot: int, tokens: Sequence[int], settings: SamplingSettings) -> None:
         """Initializes a slot with a sequence.

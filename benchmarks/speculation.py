@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--mtp", action="store_true", help="draft with the model's own layer, instead of prompt lookup")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--models", type=Path, help="folder that keeps the models of the cases (a temporary one)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1, help="number of concurrent requests")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=7, help="maximum number of drafted tokens")
@@ -162,15 +162,13 @@ def _measure(case: Case, options: Any) -> dict[str, Any]:
 
 
 def _table(cases: dict[str, Any]) -> list[str]:
-    heading = ["", "requests", "tokens/s without", "with", "ratio", "least to most", "accepted drafts", "equal answers"]
+    heading = ["", "tokens/s without", "with", "ratio (least to most)", "accepted drafts", "equal answers"]
     rows = [
         [
-            title,
-            kind,
+            f"{title}, {kind}",
             f"{found['off']:.1f}",
             f"{found['on']:.1f}",
-            f"{found['ratio']:.2f}",
-            f"{found['low']:.2f} to {found['high']:.2f}",
+            f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})",
             f"{found['accepted_tokens']} of {found['drafted_tokens']}",
             f"{found['equal']} of {found['answers']}",
         ]

@@ -66,9 +66,16 @@ PEERS = {
     "Serving SmolLM2-135M-Instruct": [
         Ratio(f"decode tokens/s, {dtype}, {count}, over {peer}", PUBLISHED, f"stack, {dtype} over {peer}",
               "decode tokens/s", count)
-        for dtype, peers in (("bf16", ("vLLM", "llama.cpp")),)
-        for count in ("1 at once", "8 at once")
+        for dtype, peers in (("bf16", ("vLLM", "llama.cpp")), ("fp32", ("vLLM", "llama.cpp")), ("q4", ("llama.cpp",)))
+        for count in ("1 at once", "8 at once", "32 at once")
         for peer in peers
+        if (dtype, count) != ("bf16", "32 at once")
+    ],
+    "Speculative decoding over the same engine without it": [
+        Ratio(f"tokens/s, {drafts}, {requests}", "speculation", f"{drafts}, {requests}", "ratio (least to most)")
+        for drafts in ("prompt lookup, SmolLM2 in Q4_1", "SmolLM2 in float32 drafted by its Q4_1 file",
+                       "small GLM's multi-token layer")
+        for requests in ("code edits", "stories")
     ],
     "Serving small models by single rows": [
         Ratio(f"requests/s, {count}, {ours} over {peer}", INFER, f"stack, {ours} over {peer}", "requests/s",

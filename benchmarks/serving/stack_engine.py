@@ -22,11 +22,13 @@ def main() -> None:
     keep_compiled()
     config = EngineConfig(max_tokens=workload.prompt_tokens + workload.new_tokens)
     engine = LLMEngine(open_for_generation(options.model), config)
-    engine.warm_up()
+    engine.prepare()  # as `stack serve` does; the other programs are compiled before the requests of a round
     engine.start()
 
     def generate(prompts: list[list[int]], new_tokens: int) -> Arrivals:
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        while engine.stats().programs_to_compile:
+            time.sleep(0.1)
         calls = [_Call() for _ in prompts]
         for number, (prompt, call) in enumerate(zip(prompts, calls, strict=True)):
             request = GenerationRequest(request_id=str(number), prompt=tuple(prompt), sampling=sampling)

@@ -91,14 +91,16 @@ def by_hand(logits, requested, continuation):
         changed += np.where(chosen != boosted.get("others", False), boosted["amount"], 0.0)
     if (last := requested.get("fresh")) is not None:
         changed[continuation[len(continuation) - min(last, len(continuation)) :]] = -np.inf
+    if "flat" in requested:
+        changed[np.isfinite(changed)] = 0.0
     return changed
 
 
 def random_request(source) -> dict[str, Any]:
     tokens = source.integers(0, VOCAB, source.integers(0, 4)).tolist()
     boosted = {"amount": float(source.normal(0, 4)), "tokens": tokens, "others": bool(source.integers(2))}
-    requests: list[dict[str, Any]] = [{}, {"boost": boosted}, {"fresh": int(source.integers(0, 12))}]
-    return requests[source.integers(3)] | requests[source.integers(3)]
+    requests: list[dict[str, Any]] = [{}, {"boost": boosted}, {"fresh": int(source.integers(0, 12))}, {"flat": {}}]
+    return requests[source.integers(4)] | requests[source.integers(4)]
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -1,5 +1,6 @@
 """Limits of connections in addition to those of `tests/openai`, and around another protocol of uvicorn."""
 
+import contextlib
 import json
 import socket
 import time
@@ -27,37 +28,35 @@ def around_h11(monkeypatch: pytest.MonkeyPatch, serve: Callable[..., Served]) ->
     return serve(FakeEngine(step_s=0.005))
 
 
-def test_the_rest_of_a_body_must_arrive_in_time_although_it_is_answered(serve: Callable[..., Served]) -> None:
+@pytest.mark.parametrize("part", [b"", b"x"])
+def test_the_rest_of_a_body_must_arrive_in_time_although_it_is_answered(
+    serve: Callable[..., Served], part: bytes
+) -> None:
+    """Bytes that trickle in do not extend the time."""
     server = serve(receive_timeout_s=0.2)
     with server.connect() as connection:
         connection.sendall(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
         assert connection.recv(10_000).startswith(b"HTTP/1.1 404")
-        started_s = time.monotonic()
-        with pytest.raises(ConnectionError):  # bytes do not extend the time
-            while time.monotonic() < started_s + 10:
-                connection.sendall(b"x")
-                time.sleep(0.02)
-    with server.connect() as connection:  # a body in time is no obstacle to further requests
+        connection.settimeout(0.02)
+        began_s = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < began_s + 10:
+                connection.sendall(part)
+                with contextlib.suppress(TimeoutError):
+                    assert connection.recv(1) == b""
+                    break
+        assert time.monotonic() < began_s + 5
+
+
+def test_a_body_that_arrives_in_time_is_no_obstacle_to_further_requests(serve: Callable[..., Served]) -> None:
+    server = serve(receive_timeout_s=0.2)
+    with server.connect() as connection:
         connection.sendall(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
         assert connection.recv(10_000).startswith(b"HTTP/1.1 404")
         connection.sendall(b"abc")
         time.sleep(0.4)
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
-
-
-def test_large_bodies_in_a_pipeline_are_no_heads(serve: Callable[..., Served]) -> None:
-    server = serve()
-    with server.connect() as connection:
-        content = json.dumps({"prompt": "hello", "user": "x" * 150_000, "max_tokens": 1}).encode()
-        for _ in range(3):
-            connection.sendall(HEAD % (b"1.1", len(content)) + content)
-        received = b""
-        while received.count(b'"choices"') < 3:
-            part = connection.recv(10_000)
-            assert part, received
-            received += part
-    assert received.count(b"HTTP/1.1 200") == 3
 
 
 def test_who_leaves_a_pipeline_frees_all(around_h11: Served) -> None:

@@ -16,7 +16,7 @@ from stack_core.abi.generation import Constraint
 from stack_core.abi.plugins import registries
 from stack_core.ops.sampling.processors import NO_TOKEN, LogitsProcessor
 from stack_serve.llm import logits_processors
-from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.config import EngineConfig, SpeculationConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.speculation import Speculation
 
@@ -144,6 +144,23 @@ def test_answers_are_the_same_with_drafts(plain: LLMEngine, drafting: LLMEngine)
         for constraint in (None, Constraint(regex="[abc]{20,60}"))
     ]
     assert assert_equal(plain, drafting, *requests, request_of("free")) > 20
+
+
+@pytest.mark.slow  # another engine, with a draft model
+def test_a_draft_model_samples_with_the_processors(plain: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model equal to the served model drafts the same tokens, so nearly all are accepted."""
+    monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+    monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
+    monkeypatch.setattr("stack_serve.llm.engine.open_for_generation", lambda address: byte_checkpoint())
+    speculation = SpeculationConfig(method="draft", tokens=3)
+    config = dataclasses.replace(CONFIG, speculation=speculation, draft_model="DRAFT")
+    with LLMEngine(byte_checkpoint(), config) as engine:
+        requests = [
+            request_of(f"{seed}", logits_processors={"fresh": 1}, temperature=1.0, seed=seed) for seed in range(4)
+        ]
+        assert assert_equal(plain, engine, *requests) > 50
+        acceptance = engine.stats().acceptance
+    assert acceptance is not None and acceptance > 0.95
 
 
 def test_logits_that_a_processor_makes_nan_end_one_request_with_its_name(plain: LLMEngine) -> None:

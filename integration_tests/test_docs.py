@@ -58,6 +58,7 @@ CONTRACTS = (
     "stack_core.abi.reports",
     "stack_core.abi.transforms",
     "stack_core.abi.tuning",
+    "stack_core.ops.sampling.processors",
     "stack_core.text.chat_server",
     "stack_core.text.image_models",
     "stack_core.text.message_parsers",

@@ -208,6 +208,39 @@ def test_an_engine_is_served_as_ours_is(environment, tmp_path):
     assert answer.choices[0].text in "cab" * 9
 
 
+def test_a_logits_processor_is_served_to_the_requests_that_select_it(environment, tmp_path):
+    write_checkpoint(tmp_path)
+    example = EXAMPLES / "logits_processor"
+    files = [path for path in example.rglob("*") if path.suffix in (".py", ".toml")]
+    assert sum(len(path.read_text().splitlines()) for path in files) < 60
+    with environment.installed(example):
+        served = Served(tmp_path, "--logits-processors", "top_sigma", python=str(environment.python))
+
+        def complete(**xargs):
+            options = {"prompt": "abc", "max_tokens": 8, "temperature": 1.5, "seed": 5}
+            answer = served.openai.completions.create(model=served.model, n=2, **options, extra_body=xargs)
+            return [choice.text for choice in answer.choices]
+
+        def greedy():
+            answer = served.openai.completions.create(model=served.model, prompt="abc", max_tokens=8, temperature=0)
+            return [answer.choices[0].text] * 2
+
+        free, wide = complete(), complete(vllm_xargs={"top_sigma": 1e6})
+        narrow = complete(vllm_xargs={"top_sigma": {"n": 1e-6}})
+        refusals = []
+        for xargs in ({"top_sgma": 1.0}, {"top_sigma": {"k": 1.0}}, {"top_sigma": 0}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                complete(vllm_xargs=xargs)
+            assert caught.value.param == "vllm_xargs"
+            refusals.append(str(caught.value))
+        expected = greedy()
+        served.stop()
+    # All tokens are candidates, and only the most likely one.
+    assert wide == free != expected == narrow
+    says = ("no logits processor 'top_sgma'. Did you mean 'top_sigma'?", "Unknown key 'top_sigma.k'", "greater than 0")
+    assert all(text in refusal for text, refusal in zip(says, refusals, strict=True))
+
+
 def test_an_analysis_is_a_command_like_ours(environment, tmp_path):
     step, out = jax.jit(lambda x: x @ x), str(tmp_path / "out")
     x = step(jnp.ones((256, 256)))

@@ -276,7 +276,7 @@ def _continues(request: GenerationRequest, branch: Branch) -> bool:
 def _is_trained(sampling: SamplingParams, run: PolicySampling) -> bool:
     """Returns whether the loss, which has the run's settings and the temperature, can reproduce a distribution."""
     own = {name: getattr(sampling, name) for name in vars(run) if name != "temperature"}
-    is_changed = bool(sampling.logit_bias) or sampling.constraint is not None or sampling.min_tokens > 0
+    is_changed = bool(sampling.logit_bias or sampling.logits_processors or sampling.constraint or sampling.min_tokens)
     return sampling.temperature > 0 and not is_changed and own == {name: getattr(run, name) for name in own}
 
 

@@ -64,6 +64,8 @@ def test_an_error_has_openais_shape(server: Served) -> None:
         ("priority", "high"),
         ("request_id", ""),
         ("user", 3),
+        ("vllm_xargs", "top_sigma"),
+        ("vllm_xargs", ["top_sigma"]),
         ("prompt_logprobs", 21),
         ("logprobs", -1),
     ],

@@ -264,6 +264,7 @@ def test_what_the_device_raises_is_logged_and_ends_its_requests_and_no_others(en
         ({"stop": ("x",)}, "stop"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"constraint": Constraint(regex="a")}, "constraint"),
+        ({"logits_processors": {"top_sigma": 1.0}}, "logits_processors"),
         ({"logprobs": 3}, "logprobs"),
         ({"stop_tokens": tuple(range(24)) + tuple(range(100, 109))}, "stop_tokens"),
         ({"logit_bias": {24: 1.0}}, "logit_bias"),

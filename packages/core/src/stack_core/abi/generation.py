@@ -80,8 +80,8 @@ class Constraint:
 class SamplingParams:
     """Sampling and stopping settings of the continuations of a prompt.
 
-    Logits are processed in this order: constraint, bias, repetition penalty, frequency and presence penalty,
-    temperature. Then `top_k`, `min_p` and `top_p` filter the candidates, and one of them is sampled.
+    Logits are processed in this order: constraint, bias, repetition penalty, frequency and presence penalty, logits
+    processors, temperature. Then `top_k`, `min_p` and `top_p` filter the candidates, and one of them is sampled.
 
     Attributes:
       max_tokens: maximum number of generated tokens; None means as many as there are positions.
@@ -99,8 +99,7 @@ class SamplingParams:
       seed: seed of the sampling, which otherwise depends only on the position in the continuation; None picks a new
         seed. The same seed gives the same text as long as the logits are bitwise equal. Logits may differ between batch
         compositions by rounding, and then a different token is sampled now and then, in bf16 more often than in fp32.
-      stop: texts that end a continuation, at most 16 of at most 256 characters; excluded from the output unless
-        `include_stop` is set.
+      stop: at most 16 texts of at most 256 characters that end a continuation; omitted unless `include_stop` is set.
       include_stop: whether the output includes the stop text.
       stop_tokens: token ids that end a continuation, in addition to the model's own end tokens.
       ignore_eos: whether generation continues past the model's own end tokens.
@@ -116,6 +115,7 @@ class SamplingParams:
         first prompt token has no log-probability. None reports nothing.
       constraint: language that contains the continuation; None allows any text. The log-probabilities of "model"
         ignore it; in "processed", the tokens that it excludes have -inf.
+      logits_processors: parameters of selected logits processors by name: a mapping, or the only parameter's value.
     """
 
     max_tokens: PositiveInt | None = None
@@ -141,6 +141,7 @@ class SamplingParams:
     experts: bool = False
     prompt_logprobs: NonNegativeInt | None = None
     constraint: Constraint | None = None
+    logits_processors: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

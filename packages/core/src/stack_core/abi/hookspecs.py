@@ -48,10 +48,7 @@ def stack_register_models(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_data_sources(registry: Registrar) -> None:
-    """Registers data sources by the scheme of their address.
-
-    Each is a function from the rest of the address to a `DataSource`.
-    """
+    """Registers data sources by the scheme of their address: functions from the rest of it to a `DataSource`."""
 
 
 @hookspec
@@ -77,6 +74,11 @@ def stack_register_model_formats(registry: Registrar) -> None:
 @hookspec
 def stack_register_engines(registry: Registrar) -> None:
     """Registers generation engines, each an `Engine` class constructed from a `GenerativeCheckpoint` and a config."""
+
+
+@hookspec
+def stack_register_logits_processors(registry: Registrar) -> None:
+    """Registers logits processors, which requests select by name, each a `LogitsProcessor`."""
 
 
 @hookspec

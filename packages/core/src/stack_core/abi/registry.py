@@ -14,11 +14,8 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"\w([\w .+/-]*[\w.+])?")
 _NAMES = {"ops": re.compile(r"\w+/[\w.+-]+"), "op_definitions": re.compile(r"\w+"), "analyses": re.compile(r"\w+")}
-_FORMS = {
-    "ops": "of the form op/implementation",
-    "op_definitions": "of letters, digits and _",
-    "analyses": "of letters, digits and _",
-}
+_WORD = "of letters, digits and _"
+_FORMS = {"ops": "of the form op/implementation", "op_definitions": _WORD, "analyses": _WORD}
 # Each analysis is a command `stack profile NAME`; these names belong to its built-in commands.
 _RESERVED = {"analyses": ("attach", "costs", "diff", "export", "gate", "open", "report", "ring", "run")}
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")

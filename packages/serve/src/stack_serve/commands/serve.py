@@ -83,6 +83,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     seed: int | None = None,
     speculation: str | None = None,
     draft_model: str | None = None,
+    logits_processors: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = (),
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Serve a model of texts or images with OpenAI's API, or bundles: stack serve RUN|hf:DIR | --repository DIR
@@ -117,7 +118,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       weight_updates: let clients load weights of the same model from paths on this machine, by
         /update_weights_from_disk (no).
       remote_images: fetch images of chat messages from http(s) URLs; data URLs are always read (no).
-      engine: generation engine (llm); only `llm` accepts the options from max-sequences to draft-model.
+      engine: generation engine (llm); only `llm` accepts the options from max-sequences to logits-processors.
       timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
       drain_s: maximum seconds to wait for running requests after SIGTERM (30).
       max_body_bytes: maximum size of a request body (8388608; with --repository, 268435456).
@@ -163,6 +164,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       speculation: method of speculative decoding, ngram, draft or mtp, or its settings as JSON, such as
         '{"method": "ngram", "tokens": 5}' (no speculation). Outputs stay the same.
       draft_model: small model with the same tokenizer that drafts for --speculation draft: a run, hf:DIR or gguf:FILE.
+      logits_processors: registered logits processors that requests may select, in the order in which they apply.
       json: when ready, print the address, model and process id to standard output as JSON.
     """
     options = {name: value for name, value in locals().items() if value is not None and value != ()}

@@ -43,6 +43,7 @@ def serve_language_model(
     # These imports are too slow for `stack --help`.
     from stack_serve.http.server import HttpServer, listen
     from stack_serve.llm.config import EngineConfig
+    from stack_serve.llm.logits_processors import open_processors
     from stack_serve.openai.lifecycle import OpenAIApp
     from stack_serve.openai.service import Service
 
@@ -52,7 +53,9 @@ def serve_language_model(
         raise ConfigError(f"{flags_of(given)} {verb} for the engine llm, not for {engine_name}.")
     engine_config = parse(EngineConfig, given)
     parallel = _parallel_config(engine_name, engine_config, options)
-    registries.engines[engine_name]  # fail on an unknown name before loading a large model
+    # Fail on an unknown name before loading a large model.
+    registries.engines[engine_name]
+    open_processors(engine_config.logits_processors)
     with listen(config) as listener:  # fail on a used address before loading a large model
         keep_compiled()
         say(f"loading {model}")

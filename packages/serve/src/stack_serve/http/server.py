@@ -8,14 +8,15 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from stack_core.abi.errors import ConfigError
 from stack_serve.http.config import ServerConfig
-from stack_serve.http.protocol import LimitedProtocol
+from stack_serve.http.connection import AnswerTracking, LimitedConnection
 
 __all__ = ["App", "HttpServer", "listen", "uvicorn_server"]
 
@@ -161,13 +162,13 @@ class _Uvicorn(uvicorn.Server):
 def uvicorn_server(asgi: ASGIApp, config: ServerConfig) -> uvicorn.Server:
     """Returns a uvicorn server of an application, with the limits of a config and without signal handlers."""
 
-    class Limited(LimitedProtocol):
-        receive_timeout_s = config.receive_timeout_s
-        stall_timeout_s = config.stall_timeout_s
+    def limited(**options: Any) -> LimitedConnection:
+        limits = {"receive_timeout_s": config.receive_timeout_s, "stall_timeout_s": config.stall_timeout_s}
+        return LimitedConnection(HttpToolsProtocol(**options), **limits)
 
     settings = uvicorn.Config(
-        asgi,
-        http=Limited,
+        AnswerTracking(asgi),
+        http=cast("Any", limited),  # uvicorn calls it, though it is annotated as a class
         ws="none",
         lifespan="off",
         log_config=None,

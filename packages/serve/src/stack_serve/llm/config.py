@@ -101,6 +101,7 @@ class EngineConfig:
       speculation: settings of speculative decoding, or its method alone; None disables it.
       draft_model: address of the model that drafts for the method "draft", such as a run or `hf:DIR`. It must have the
         tokens of the served model.
+      logits_processors: registered logits processors that requests may select, in the order in which they apply.
     """
 
     max_sequences: _Count = 32
@@ -125,6 +126,7 @@ class EngineConfig:
     seed: int | None = None
     speculation: Annotated[SpeculationConfig | None, BeforeValidator(_parse_method)] = None
     draft_model: str | None = None
+    logits_processors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.step_tokens < self.max_sequences:
@@ -132,6 +134,8 @@ class EngineConfig:
                 f"step_tokens={self.step_tokens} is less than max_sequences={self.max_sequences}, but each sequence "
                 "needs a token in every step. Raise step_tokens or lower max_sequences."
             )
+        if len(set(self.logits_processors)) < len(self.logits_processors):
+            raise ConfigError(f"logits_processors={self.logits_processors} names a processor twice. Name each once.")
         drafts = self.speculation is not None and self.speculation.method == "draft"
         if drafts and self.draft_model is None:
             raise ConfigError("speculation: the method draft needs a draft_model (--draft-model). Name one.")

@@ -12,7 +12,6 @@ import numpy as np
 
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.ops.building import holds_values
-from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_core.text.images import ImageReader, image_reader_of
 from stack_serve.llm.adapters import AdapterShapes, Weights, unusable
 from stack_serve.llm.buckets import Buckets
@@ -20,6 +19,7 @@ from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shar
 from stack_serve.llm.compiler_options import is_for_gpus
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
 from stack_serve.llm.image_features import ImageFeatures
+from stack_serve.llm.logits_processors import idle_words, open_processors
 from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.sleeping import HostWeights, delete_arrays
@@ -246,7 +246,7 @@ class DeviceState:
     def _empty_slots(self) -> SlotState:
         """Creates NumPy arrays, because JAX arrays would need devices, which a compilation target may lack."""
         slots = self._config.max_sequences + 1
-        settings = np.tile(SamplingSettings.greedy_row().packed(), (slots, 1))
+        settings = np.tile(idle_words(open_processors(self._config.logits_processors)), (slots, 1))
         return SlotState(np.zeros((slots, self._max_tokens), np.int32), settings)
 
 

@@ -34,6 +34,7 @@ from stack_serve.llm.group_checks import agreed_limits, refusal_over_hosts
 from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.lockstep import Follower, Leader
+from stack_serve.llm.logits_processors import open_processors
 from stack_serve.llm.loop import EngineLoop
 from stack_serve.llm.mtp import MtpDrafter, MtpPrograms, programs_class
 from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
@@ -91,10 +92,12 @@ class LLMEngine(Engine):
         takes_adapters = given or isinstance(checkpoint, ExpectsAdapters)
         self._shapes = AdapterShapes.of(checkpoint, config, given) if takes_adapters else None
         self._adapters = {name: self._fitted(name, adapters) for name, adapters in given.items()}
+        processors = open_processors(config.logits_processors)
         draft = None if config.draft_model is None else open_for_generation(config.draft_model)
         if draft is not None:
             check_vocabulary(checkpoint, draft)
         self.limits = Limits.of(checkpoint, config, draft)
+        processors.check(checkpoint.vocab_size, self.limits.max_tokens)
         self._group, self._leader = group, group if isinstance(group, Leader) else None
         if group is not None:
             self.limits = agreed_limits(group, checkpoint, config, self.limits)

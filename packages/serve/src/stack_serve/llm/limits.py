@@ -18,6 +18,7 @@ from stack_core.text.image_prompts import check_images
 from stack_core.text.images import ImageReader, image_reader_of
 from stack_serve.llm.cache import empty_layers, supports_shared_pool
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
+from stack_serve.llm.logits_processors import open_processors
 from stack_serve.llm.mtp_step import cached_states
 
 __all__ = ["Limits"]
@@ -41,6 +42,7 @@ class Limits:
       priorities: True if requests may set a priority.
       prefix_caching: True if later requests can reuse the pages of a prompt with the same prefix.
       image_reader: preprocessing of images, which defines their shapes; None for a model of text.
+      logits_processors: logits processors that requests may select.
     """
 
     max_tokens: int
@@ -51,6 +53,7 @@ class Limits:
     priorities: bool = False
     prefix_caching: bool = True
     image_reader: ImageReader | None = None
+    logits_processors: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -115,6 +118,7 @@ class Limits:
             config.priorities > 0,
             _keeps_prefixes(checkpoint, config),
             reader,
+            config.logits_processors,
         )
 
     def total_tokens(self, request: GenerationRequest) -> int:
@@ -205,6 +209,8 @@ class Limits:
                 "A constraint needs a tokenizer, since it describes text; the model has none. Leave it out.",
                 parameter="constraint",
             )
+        if sampling.logits_processors:
+            open_processors(self.logits_processors).packed(sampling.logits_processors)
 
     def _check_count(self, name: str, count: int, maximum: int, unit: str) -> None:
         if count > maximum:

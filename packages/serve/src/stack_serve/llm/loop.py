@@ -376,6 +376,8 @@ class EngineLoop:
             self._undelivered.append(Tokens(continuation, new, step.version, end, figures, index))
             if is_lost:
                 error = "The logits of all allowed tokens are NaN or infinite after this text."
+                if sampling.logits_processors:
+                    error += f" Logits processors of the request: {', '.join(sampling.logits_processors)}."
                 self._undelivered.append(End(continuation, "error", error))
         return counts
 

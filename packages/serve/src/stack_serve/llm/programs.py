@@ -10,7 +10,7 @@ import numpy as np
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
 from stack_core.ops.sampling.logprobs import TokenLogprobs
-from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, mask_words
+from stack_core.ops.sampling.sampling import Sampled, mask_words
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter
 from stack_serve.llm.compiled_programs import CompiledPrograms, Key, Progress
 from stack_serve.llm.compiler_options import compile_threads, compiler_options, is_for_gpus
@@ -174,17 +174,17 @@ class Programs(LoweredPrograms):
         keys = (("decode", self._buckets.largest_rows), ("prefill", self._buckets.largest_tokens))
         return {key[0]: self._lowered(key).compile(compiler_options(key[0])) for key in keys}
 
-    def admit(self, slot: int, tokens: Sequence[int], settings: SamplingSettings) -> None:
+    def admit(self, slot: int, tokens: Sequence[int], settings: np.ndarray) -> None:
         """Initializes a slot with a sequence.
 
         Args:
           slot: slot of the sequence.
           tokens: all tokens of the sequence that the host knows.
-          settings: sampling settings of the sequence, without the slot axis.
+          settings: words of the sequence in `SlotState.settings`.
         """
         padded = np.zeros(self._max_tokens, np.int32)
         padded[: len(tokens)] = tokens
-        self._launch(("admit",), np.int32(slot), padded, settings.packed())
+        self._launch(("admit",), np.int32(slot), padded, settings)
 
     def step(
         self,

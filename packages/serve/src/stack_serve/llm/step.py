@@ -10,10 +10,12 @@ from jaxtyping import Array, Float, Int, UInt8
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.models import ImageTokens
 from stack_core.ops.sampling.logprobs import TokenLogprobs, token_logprobs
+from stack_core.ops.sampling.row_processors import LogitsProcessors
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, sample
 from stack_serve.llm.adapters import Weights, with_rows
 from stack_serve.llm.cache import LayoutPreferences, PagedKVCache, Rows
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
+from stack_serve.llm.logits_processors import SETTINGS_WORDS, idle_words, open_processors
 from stack_serve.llm.unstacking import layer_by_layer
 
 __all__ = ["ROW_FIELDS", "SlotState", "Step", "admit"]
@@ -35,7 +37,7 @@ class SlotState:
     Attributes:
       tokens: int32[slots, max_tokens], tokens of each sequence. A step reads its inputs here and appends the sampled
         token.
-      settings: int32[slots, words], packed `SamplingSettings`.
+      settings: int32[slots, words], packed `SamplingSettings`, then the words of the `LogitsProcessors`.
     """
 
     tokens: Any
@@ -62,6 +64,11 @@ class Step:
     config: EngineConfig
     pages: int
     layout: PageLayout = ANY_LAYOUT
+
+    @property
+    def processors(self) -> LogitsProcessors:
+        """Logits processors that rows may select."""
+        return open_processors(self.config.logits_processors)
 
     @jax.named_scope("forward")
     def forward(
@@ -223,10 +230,12 @@ class Step:
         slot, start, count, samples = (rows[:, field] for field in range(4))
         lengths = start + count
         # Rows that do not sample get greedy settings, which never trigger the costly parts of `sample`.
-        row_settings = jnp.where((samples > 0)[:, None], settings[slot], SamplingSettings.greedy_row().packed())
+        row_settings = jnp.where((samples > 0)[:, None], settings[slot], idle_words(self.processors))
         of_rows = SamplingSettings.unpacked(row_settings)
+        processors = self.processors.of_rows(row_settings[:, SETTINGS_WORDS:])
         logits = self.checkpoint.model(weights.params).logits(hidden)
-        sampled = sample(logits, of_rows, known[slot], lengths, mask=mask, candidates=candidates)
+        options: Any = {"mask": mask, "processors": processors, "candidates": candidates}
+        sampled = sample(logits, of_rows, known[slot], lengths, **options)
         if candidates:  # an eighth of the bytes to copy to the host
             sampled = replace(sampled, candidates=jnp.packbits(sampled.candidates, axis=1))
         # Rows that do not sample get an index behind the end, which is dropped.

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
-from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.constraints import ConstraintCompiler, Matcher
 from stack_serve.llm.drafts import Drafts
@@ -24,7 +25,7 @@ class Continuation:
     """One of the `n` continuations of a request.
 
     Attributes:
-      sequence, settings, ending: state used by the engine thread.
+      sequence, settings, ending: state used by the engine thread; `settings` are the words of `SlotState.settings`.
       matcher: position in the language of the constraint, used by the engine thread; None without a constraint.
       drafts: drafter of the sequence, used by the engine thread; None without speculation.
       output, has_ended: state used by the detokenization thread.
@@ -32,7 +33,7 @@ class Continuation:
     """
 
     sequence: Sequence
-    settings: SamplingSettings
+    settings: np.ndarray
     ending: Ending
     output: Output
     work: "Work"

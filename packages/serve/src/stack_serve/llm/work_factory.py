@@ -12,6 +12,7 @@ from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.constraints import ConstraintCompiler
 from stack_serve.llm.drafting import Drafting
 from stack_serve.llm.limits import Limits
+from stack_serve.llm.logits_processors import open_processors
 from stack_serve.llm.output import Ending, Output
 from stack_serve.llm.sequence import Sequence
 from stack_serve.llm.work import Continuation, Work
@@ -37,6 +38,7 @@ class WorkFactory:
         self._tokenizer, self._end_tokens = checkpoint.tokenizer, checkpoint.end_tokens
         self._limits, self._drafting = limits, drafting
         self._seeds = np.random.default_rng(config.seed)
+        self._processors = open_processors(config.logits_processors)
 
     def create(
         self,
@@ -85,6 +87,7 @@ class WorkFactory:
         settings = SamplingSettings.row(
             sampling, seed=seed, end_tokens=end_tokens, prompt_tokens=sequence.prompt_tokens
         )
+        words = np.concatenate([settings.packed(), self._processors.packed(sampling.logits_processors)])
         max_tokens = sequence.max_total_tokens - sequence.prompt_tokens
         ending = Ending(sampling, end_tokens=end_tokens, max_tokens=max_tokens)
         output = Output(request, sequence.index, tokenizer=self._tokenizer)
@@ -93,4 +96,4 @@ class WorkFactory:
             assert work.compiler is not None
             matcher = work.compiler.matcher(sampling.constraint)
         drafts = None if self._drafting is None else self._drafting.new_drafter(sequence)
-        return Continuation(sequence, settings, ending, output, work, matcher, drafts)
+        return Continuation(sequence, words, ending, output, work, matcher, drafts)

@@ -58,7 +58,7 @@ _FOREIGN: Mapping[str, _Foreign] = {
     "include_reasoning": _Foreign("The text contains the reasoning; /v1/chat/completions separates it", (True,)),
     "kv_transfer_params": _Foreign(_LEAVE),
     "length_penalty": _Foreign("It belongs to beam search, which is not served", (1, 1.0)),
-    "logits_processors": _Foreign("Use logit_bias", ([],)),
+    "logits_processors": _Foreign("Start the server with --logits-processors, and select them by vllm_xargs", ([],)),
     "max_tool_calls": _Foreign("The client runs the tools, and can stop"),
     "modalities": _Foreign(_TEXT_ONLY, (["text"],)),
     "moderation": _Foreign("Images are not moderated", ("auto", "low")),
@@ -78,7 +78,7 @@ _FOREIGN: Mapping[str, _Foreign] = {
     "truncate_prompt_tokens": _Foreign("Shorten the messages; /v1/messages/count_tokens counts their tokens"),
     "use_beam_search": _Foreign("Use n continuations and choose", (False,)),
     "verbosity": _Foreign("Ask for it in a message", ("medium",)),
-    "vllm_xargs": _Foreign(_LEAVE, ({},)),
+    "vllm_xargs": _Foreign("Use /v1/chat/completions or /v1/completions", ({},)),
     "web_search_options": _Foreign(_TOOLS),
 }
 

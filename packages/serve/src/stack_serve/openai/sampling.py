@@ -14,6 +14,7 @@ __all__ = ["PARAMETER_NAMES", "sampling_params"]
 
 PARAMETER_NAMES: Mapping[str, str] = {
     "include_stop": "include_stop_str_in_output",
+    "logits_processors": "vllm_xargs",
     "stop_tokens": "stop_token_ids",
 }
 """Names of the body's fields by the engine's parameters, if the two differ."""
@@ -68,7 +69,7 @@ def sampling_params(
     # The model's own stop tokens end its turns, so a request extends the list.
     asked["stop_tokens"] = (*defaults.get("stop_tokens", ()), *body.stop_token_ids)
     asked |= {"n": generated, "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    asked["constraint"] = constraint
+    asked |= {"constraint": constraint, "logits_processors": body.vllm_xargs}
     try:
         return SamplingParams(**{**defaults, **asked})
     except pydantic.ValidationError as error:

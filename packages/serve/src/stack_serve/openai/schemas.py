@@ -203,6 +203,7 @@ class GenerationBody(Body):
       allowed_token_ids: the only tokens of the answer. Without an end token among them, it ends at its token limit.
       bad_words: texts that the answer does not contain.
       request_id: suffix of the answer's id.
+      vllm_xargs: logits processors to apply with their parameters, by name.
       response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar: constraint of the
         answer, at most one, as read by `constraint_and_field`.
       user, safety_identifier, prompt_cache_key, metadata, session_id: notes of the client, which the server ignores.
@@ -231,6 +232,7 @@ class GenerationBody(Body):
     truncate_prompt_tokens: _Kept | None = None
     allowed_token_ids: list[_Token] | None = None
     bad_words: list[str] = []
+    vllm_xargs: dict[str, Any] = {}
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None

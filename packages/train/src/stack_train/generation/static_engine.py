@@ -49,7 +49,7 @@ _LOG = logging.getLogger(__name__)
 _SMALLEST_PROMPT, _SMALLEST_CAPACITY = 4, 16
 # Shorter prompts cost less than the additional programs that sharing compiles.
 _SMALLEST_SHARED_PROMPT = 32
-_UNSUPPORTED = ("stop", "prompt_logprobs", "constraint")
+_UNSUPPORTED = ("stop", "prompt_logprobs", "constraint", "logits_processors")
 
 
 @config

@@ -18,6 +18,7 @@ from stack_core.abi.generation import SamplingParams
 from stack_core.ops.sampling.candidates import GROUPS, at_token, greedy_tokens, kth_largest, padded
 from stack_core.ops.sampling.logprobs import MOST_LOGPROBS, TokenLogprobs, token_logprobs
 from stack_core.ops.sampling.penalties import add_at, allow, penalize
+from stack_core.ops.sampling.row_processors import RowProcessors
 
 __all__ = [
     "MOST_BIASES",
@@ -135,8 +136,9 @@ class SamplingSettings:
         made: dict[Any, np.ndarray] = {}
         rows = np.empty((len(params), sizes[-1]), np.int32)
         for row, each, seed, tokens in zip(rows, params, seeds, prompt_tokens, strict=True):
-            same = (*(value for name, value in vars(each).items() if name not in ("seed", "logit_bias")),)
-            # Biases are a dict, which is not hashable.
+            others = ("seed", "logit_bias", "logits_processors")
+            same = (*(value for name, value in vars(each).items() if name not in others),)
+            # Biases are a dict, which is not hashable. The settings do not depend on logits processors.
             key = (same, tuple(each.logit_bias.items()))
             if key not in made:
                 made[key] = cls.row(each, seed=seed, end_tokens=end_tokens, prompt_tokens=tokens).packed()
@@ -196,6 +198,7 @@ def sample(
     lengths: Int[Array, " rows"],
     *,
     mask: Int[Array, "rows words"] | None = None,
+    processors: RowProcessors | None = None,
     candidates: bool = False,
 ) -> Sampled:
     """Samples a token for each row according to `SamplingParams`.
@@ -210,6 +213,7 @@ def sample(
       lengths: number of tokens in each row of `history`, excluding the sampled token.
       mask: tokens that the constraint of each row allows, bit `token % 32` of word `token // 32`, in `mask_words` words
         of int32. All bits of a row without a constraint are set. None means that no row has one.
+      processors: logits processors of the rows, after the penalties and before the temperature.
       candidates: whether to return the candidate tokens as well.
     """
     vocab, logits = logits.shape[1], padded(logits)
@@ -222,7 +226,7 @@ def sample(
         allowed = logits if mask is None else lax.cond(is_masked, lambda: allow(logits, mask), lambda: logits)
         tokens = jnp.concatenate([settings.bias_tokens, stopping], axis=1)
         values = jnp.concatenate([settings.bias_values, jnp.full(stopping.shape, -jnp.inf, jnp.float32)], axis=1)
-        return penalize(
+        penalized = penalize(
             add_at(allowed, tokens, values),
             history,
             prompt_tokens=settings.prompt_tokens,
@@ -231,6 +235,9 @@ def sample(
             frequency=settings.frequency_penalty,
             presence=settings.presence_penalty,
         )
+        if processors is None:
+            return penalized
+        return padded(processors(penalized[:, :vocab], history, lengths, settings.prompt_tokens))
 
     changes = (
         is_masked
@@ -240,6 +247,8 @@ def sample(
         | jnp.any(settings.frequency_penalty != 0)
         | jnp.any(settings.presence_penalty != 0)
     )
+    if processors is not None:
+        changes |= processors.is_used
     drawing = jnp.any(settings.temperature > 0) | jnp.any(settings.processed > 0)
 
     def chosen() -> tuple[jax.Array, jax.Array, TokenLogprobs, jax.Array | None]:

@@ -1,0 +1,3 @@
+from ..openai.conftest import serve
+
+__all__ = ["serve"]

@@ -6,10 +6,21 @@ programs (flash decoding) keeps the whole GPU busy with few sequences; the parts
 The kernel is written in Pallas and compiled by the Triton inside jaxlib. JAX deprecated this backend in 0.11 in favor
 of Mosaic GPU, for which it has no paged attention. Kernels that exist elsewhere do not fit:
 
-- `jax.experimental.pallas.ops.gpu.paged_attention` reads unused slots (0 * NaN), and has neither windows nor sinks;
+- jax's Triton kernel `pallas.ops.gpu.paged_attention` reads unused slots (0 * NaN), and has neither windows nor sinks
+  (jax 0.11.2; axlearn's port adds windows);
+- jax's Triton kernel `pallas.ops.gpu.decode_attention` has neither pages nor softcap nor sinks, and copies keys and
+  values to put heads first (jax 0.11.2, deprecated; axlearn's version does not copy, and adds windows);
+- jax's Mosaic kernel `pallas.ops.gpu.attention_mgpu` has neither pages nor lengths, requires a multiple of 128
+  queries, and is for Hopper (jax 0.11.2);
 - cuDNN's paged attention requires a pool with exactly the pages of this call's tables, and has neither softcap nor
   sinks;
-- FlashInfer plans each call on the host, which cannot be part of a loop on the device.
+- FlashInfer plans each call on the host, which cannot be part of a loop on the device;
+- CUTLASS' Python DSL calls kernels from JAX (`cutlass.jax.cutlass_call`) but has none: its example of paged decoding is
+  for latents on Blackwell, and calls lower only for CUDA, so no CPU can check them (nvidia-cutlass-dsl 4.8.1).
+  FlashAttention-4, in this DSL, has pages, but requires PyTorch (flash-attn-4 4.0.0b36); its port to JAX has no pages
+  (fa4-jax 0.1.0);
+- FlashAttention-3 for JAX has pages, but neither softcap nor sinks; its wheel is for Hopper, CUDA 12 and heads of 128
+  (flash-attn3-jax 0.2.3).
 
 On an H100, with a step as one CUDA graph, a Llama of 1.1B parameters decoded 785 to 791 tokens/s at 1 row and 17,103 at
 32; docs/accelerators.md has the comparison.

@@ -249,11 +249,18 @@ def what_a_stage_keeps_does_not_grow_with_microbatches(schedules, counts):
 if __name__ == "__main__":
     everything = "all" in sys.argv
     stages_give_the_gradients_of_one_device(ALL if everything else FEW)
+    stages_give_the_gradients_of_one_device((("1f1b", 1, {"stage": 2, "context": 2}),))
     stages_sum_the_gradients_of_bfloat16_parameters_in_float32()
     if everything:
         mixtures_in_stages_equal_one_device(MIXED)
         schedules = (("1f1b", 1), ("interleaved", 2), ("gpipe", 1))
         for model in (HYBRID, ONE_MIXER, DUAL_CHUNKS, PERIODIC):
             stages_give_the_gradients_of_one_device((("1f1b", 1, {"stage": 2}),), model)
+        for keys in ("gathered", "ulysses"):
+            split = ("interleaved", 2, {"stage": 2, "context": 2, "fsdp": 2})
+            stages_give_the_gradients_of_one_device((split,), dataclasses.replace(MODEL, context_keys=keys))
+        for model in (HYBRID, PERIODIC):
+            stages_give_the_gradients_of_one_device((("gpipe", 1, {"stage": 2, "context": 2}),), model)
+        mixtures_in_stages_equal_one_device((("1f1b", 1, {"stage": 2, "context": 2, "expert": 2}),))
         each_stage_does_its_share_of_the_layers(schedules[:2])
         what_a_stage_keeps_does_not_grow_with_microbatches(schedules, (8, 128))

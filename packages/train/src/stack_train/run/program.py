@@ -154,10 +154,6 @@ def _check_staged(config: RunConfig, program: Program) -> None:
         "the microbatches of run.pipeline take the place of run.accumulation_steps, which is more than 1": (
             config.run.accumulation_steps > 1
         ),
-        # The log-sum-exp residual of attention over a sharded sequence cannot be lowered inside a stage (jax 0.10.2).
-        f"mesh.context is {program.mesh.shape['context']}, and stages do not share sequences": (
-            program.mesh.shape["context"] > 1
-        ),
         f"run.pipeline.microbatches={microbatches} does not divide the batch": any(
             shape.shape[0] % microbatches for shape in config.batches.spec(config.model).values()
         ),

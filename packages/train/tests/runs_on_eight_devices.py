@@ -103,11 +103,6 @@ REFUSED = (
         ["take the place of run.accumulation_steps", "run.pipeline.microbatches=3 does not divide the batch"],
     ),
     (
-        ["mesh.stage=2", "mesh.context=2", "mesh.fsdp=2", "run.pipeline.microbatches=4"],
-        ConfigError,
-        ["mesh.stage is 2, but mesh.context is 2, and stages do not share sequences. Set mesh.stage=1"],
-    ),
-    (
         ["mesh.context=2", "mesh.fsdp=4", "data.seq_tokens=14"],
         ShardingError,
         ["The sequence has 14 tokens; 2 devices", "multiple of 4", "12 or 16", "data.seq_tokens=14"],

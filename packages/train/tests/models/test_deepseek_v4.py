@@ -16,7 +16,7 @@ from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import named_leaves
 from stack_train.huggingface import FORMAT
 from stack_train.models.weight_map import joined_tensors, shared_tensors
-from stack_train.nn import pipeline
+from stack_train.nn import boundary
 from stack_train.nn.residual import Rows
 from stack_train.run.model import abstract_params
 
@@ -193,7 +193,7 @@ def test_training_changes_neither_the_indexer_nor_the_table():
 def test_stages_are_refused():
     config, tokens = make_config("deepseek_v4", layers=2, kinds=("heavy",) * 2), jnp.zeros((2, 4), jnp.int32)
     model = nnx.eval_shape(lambda: FAMILY.build(config, key=jax.random.key(0)))
-    call = lambda model, tokens: pipeline.in_stage(pipeline.Received(None, None, 0, 2), model, tokens, tokens)
+    call = lambda model, tokens: boundary.in_stage(boundary.Received(None, None, 0, 2), model, tokens, tokens)
     with pytest.raises(TrainingError, match=r"attend to compressed tokens.*mesh\.stage=1"):
         jax.eval_shape(call, model, tokens)
 

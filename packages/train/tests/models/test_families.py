@@ -18,7 +18,7 @@ from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import named_leaves
 from stack_train.models.weight_map import joined_tensors, shared_tensors, stored_rules
-from stack_train.nn import pipeline
+from stack_train.nn import boundary
 from stack_train.nn.delta import DeltaAttention
 from stack_train.nn.lightning import LightningAttention
 from stack_train.nn.mamba import Mamba2
@@ -561,7 +561,7 @@ def test_layers_without_attention_have_no_state():
 def test_stages_refuse_layers_that_share_keys_or_have_inputs_or_an_index():
     tokens = jnp.zeros((2, SEQ), jnp.int32)
     unshared = {"shared_layers": 0, "wide_shared_mlp": False}
-    call = lambda model, tokens: pipeline.in_stage(pipeline.Received(None, None, 0, 2), model, tokens, tokens)
+    call = lambda model, tokens: boundary.in_stage(boundary.Received(None, None, 0, 2), model, tokens, tokens)
     for name, changes, cause in (
         ("gemma4", {}, "share keys and values"),
         ("gemma4", unshared, "per-layer embeddings"),

@@ -8,9 +8,12 @@ import math
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from stack_core.abi.mesh import MeshConfig
+from stack_core.abi.metrics import Metric
 from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.dual_chunk import DualChunk
 from stack_core.programs.hlo import parse_hlo
@@ -159,6 +162,39 @@ def mixtures_in_stages_equal_one_device(chosen, model=BALANCED):
             np.testing.assert_allclose(several, one, rtol=1e-5, atol=1e-5, err_msg=where)
 
 
+class WithModels(CausalLMConfig):
+    """The loss of the next token, the distance to a frozen copy of the model, and a trained head."""
+
+    @property
+    def auxiliary_models(self):
+        return {"copy": "init", "head": lambda model, *, key: nnx.Linear(model.embed, 1, rngs=nnx.Rngs(key))}
+
+    def __call__(self, model, batch, *, key, **auxiliary):
+        inputs = batch["tokens"], batch["positions"], batch["segment_ids"]
+        hidden, of_copy = model(*inputs).hidden, auxiliary["copy"](*inputs).hidden
+        is_real = (batch["targets"] >= 0)[..., None]
+        count = jnp.sum(is_real, dtype=jnp.float32)
+        per_token = jnp.mean((hidden - of_copy) ** 2, axis=-1, keepdims=True) + auxiliary["head"](hidden) ** 2
+        loss = Metric.mean(jnp.sum(per_token * is_real) / count, count)
+        return loss.value, {"loss": loss}
+
+
+def models_of_an_objective_in_stages_equal_one_device(chosen):
+    """The layers of a frozen model run in the same ticks. A model without layers belongs to each stage."""
+    batch = batch_of(16)
+    single = make_program({"data": 1}, accumulation_steps=MICROBATCHES, objective=WithModels())
+    start = single.init(key=jax.random.key(0))
+    moved = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), start.params)
+    start = dataclasses.replace(start, params=moved)
+    expected = all_results(single, start, batch)
+    assert all(np.abs(x).max() > 1e-4 for x in jax.tree.leaves({**expected[0], "lm_head": 1}))
+    for name, chunks, sizes in chosen:
+        found = all_results(make_program(sizes, name, chunks, objective=WithModels()), start, batch)
+        for one, several in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+            where = f"{name}, {chunks} chunks, {sizes}"
+            np.testing.assert_allclose(several, one, rtol=1e-5, atol=1e-5, err_msg=where)
+
+
 def all_results(program, start, batch):
     gradients, metrics, mutable = compiled_gradients(program, batch)(*place(program, start, batch))
     return jax.device_get((gradients, {name: float(metric) for name, metric in metrics.items()}, mutable))
@@ -249,11 +285,20 @@ def what_a_stage_keeps_does_not_grow_with_microbatches(schedules, counts):
 if __name__ == "__main__":
     everything = "all" in sys.argv
     stages_give_the_gradients_of_one_device(ALL if everything else FEW)
+    stages_give_the_gradients_of_one_device((("1f1b", 1, {"stage": 2, "context": 2}),))
     stages_sum_the_gradients_of_bfloat16_parameters_in_float32()
+    models_of_an_objective_in_stages_equal_one_device(FEW[:1])
     if everything:
+        models_of_an_objective_in_stages_equal_one_device((FEW[1], ("gpipe", 1, {"stage": 4, "fsdp": 2})))
         mixtures_in_stages_equal_one_device(MIXED)
         schedules = (("1f1b", 1), ("interleaved", 2), ("gpipe", 1))
         for model in (HYBRID, ONE_MIXER, DUAL_CHUNKS, PERIODIC):
             stages_give_the_gradients_of_one_device((("1f1b", 1, {"stage": 2}),), model)
+        for keys in ("gathered", "ulysses"):
+            split = ("interleaved", 2, {"stage": 2, "context": 2, "fsdp": 2})
+            stages_give_the_gradients_of_one_device((split,), dataclasses.replace(MODEL, context_keys=keys))
+        for model in (HYBRID, PERIODIC):
+            stages_give_the_gradients_of_one_device((("gpipe", 1, {"stage": 2, "context": 2}),), model)
+        mixtures_in_stages_equal_one_device((("1f1b", 1, {"stage": 2, "context": 2, "expert": 2}),))
         each_stage_does_its_share_of_the_layers(schedules[:2])
         what_a_stage_keeps_does_not_grow_with_microbatches(schedules, (8, 128))

@@ -12,7 +12,7 @@ from stack_core.abi.plugins import registries
 from stack_train.models.deepseek_v3 import DeepseekV3Config
 from stack_train.models.llama import LlamaConfig
 from stack_train.models.nemotron_h import NemotronHConfig
-from stack_train.nn.pipeline import Received, in_stage
+from stack_train.nn.boundary import Received, as_auxiliary, check_independent, in_stage
 
 SIZES = {"vocab_size": 48, "embed": 16, "heads": 2, "max_positions": 16, "initializer_std": 0.2}
 EXPERTS = {"experts": 4, "active_experts": 2, "expert_mlp": 8}
@@ -52,3 +52,35 @@ def test_one_stage_is_the_whole_model(config):
 def test_a_step_without_divided_layers_is_named():
     with pytest.raises(TrainingError, match="this step runs none"):
         in_stage(Received(None, None, 0, 1), lambda: None)
+
+
+@pytest.mark.parametrize("is_dependent", [False, True])
+def test_a_model_that_reads_the_results_of_another_is_named(is_dependent):
+    """All models run their pieces in the same tick, so one cannot wait for the layers of another."""
+
+    def objective(model, other, tokens):
+        hidden = model(tokens, tokens).hidden
+        return other(jnp.argmax(hidden, -1) if is_dependent else tokens, tokens).hidden
+
+    def run():
+        config = LlamaConfig(**SIZES, layers=2, mlp=16)
+        models = [registries.models["llama"].build(config, key=jax.random.key(seed)) for seed in range(2)]
+        as_auxiliary(models[1], "reference")
+        return in_stage(Received(None, None, 0, 1), objective, *models, jnp.zeros((1, 8), jnp.int32))[1]
+
+    traced = jax.make_jaxpr(run)()
+    if not is_dependent:
+        check_independent(traced)
+        return
+    with pytest.raises(TrainingError, match="layers of the objective's model 'reference' read results of the trained"):
+        check_independent(traced)
+
+
+def test_a_model_that_runs_twice_is_named():
+    def run():
+        model = registries.models["llama"].build(LlamaConfig(**SIZES, layers=2, mlp=16), key=jax.random.key(0))
+        tokens = jnp.zeros((1, 8), jnp.int32)
+        return in_stage(Received(None, None, 0, 1), lambda: (model(tokens, tokens), model(tokens, tokens)))
+
+    with pytest.raises(TrainingError, match="or its objective calls a model twice"):
+        nnx.eval_shape(run)

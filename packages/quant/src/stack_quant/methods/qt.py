@@ -15,7 +15,7 @@ cotangents are rounded to the nearest.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule
 from stack_quant.spec import ArraySpec, range_ends_at_run_time
 from stack_quant.transform import views
+from stack_quant.transform.versions import struct_like
 
 __all__ = ["QT"]
 
@@ -181,8 +182,12 @@ class _Convolution(_Call):
         images, kernel = ops.dequantize(left, self.dtypes[0]), ops.dequantize(right, self.dtypes[1])
         return lax.conv_general_dilated(images, kernel, **options)
 
-    def struct(self, place: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shapes[place], self.dtypes[place])
+    def transposed(self, place: int, call: Callable[[Any], Any], cotangent: jax.Array) -> jax.Array:
+        """Returns the gradient of an operand by the transposed convolution, which JAX derives for all parameters."""
+        # A gradient that varied over fewer manual mesh axes than its cotangent would be summed over them.
+        operand = struct_like(cotangent, self.shapes[place], self.dtypes[place])
+        (gradient,) = jax.linear_transpose(call, operand)(cotangent)
+        return gradient
 
 
 _OF_CONVOLUTIONS = (
@@ -233,13 +238,10 @@ def _convolution_backward(call: _Convolution, residuals: Any, cotangent: Any) ->
     to_left = to_right = None
     if kernel is not None:
         codes = call.cotangent(cotangent, (feature, *space), of_left)
-        # JAX derives the transposed convolution, for all strides, dilations and groups.
-        transposed = jax.linear_transpose(lambda left: call(left, kernel), call.struct(0))
-        (to_left,) = transposed(ops.dequantize(codes, cotangent.dtype))
+        to_left = call.transposed(0, lambda left: call(left, kernel), ops.dequantize(codes, cotangent.dtype))
     if images is not None:
         codes = call.cotangent(cotangent, (batch, *space), of_right)
-        transposed = jax.linear_transpose(lambda right: call(images, right), call.struct(1))
-        (to_right,) = transposed(ops.dequantize(codes, cotangent.dtype))
+        to_right = call.transposed(1, lambda right: call(images, right), ops.dequantize(codes, cotangent.dtype))
     return to_left, to_right, None
 
 

@@ -138,7 +138,7 @@ def gated_as_linear_maps(interpreter: Interpreter, unit: OpUnit, operands: Seque
         call = jax.vmap(call, in_axes=axes)
     # As one equation for each linear map, to which the handlers of linear maps apply.
     with as_units():
-        jaxpr = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in operands))
+        jaxpr = jax.make_jaxpr(call)(*(versions.struct_like(each.array, each.shape, each.dtype) for each in operands))
     return interpreter.run(jaxpr, operands)
 
 

@@ -169,16 +169,27 @@ def _custom(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
     by_rule = any(rule.path is None for rule in interpreter.resolved.rules) and has_products(equation)
     if not by_rule and all(operand.source is None for operand in operands):
         return interpreter.as_it_is(equation, operands)
-    probe = dataclasses.replace(interpreter, rows=[], uses=[], measured=dict(interpreter.measured))
-    results = probe.run(versions.inner(equation), operands)
+    probe = dataclasses.replace(interpreter, rows=[], uses=[], shared={}, measured=dict(interpreter.measured))
+    has_derivative = equation.primitive.name != "custom_vmap_call" and interpreter.ranges is not None
+
+    def run(*arrays: Any) -> list[Value]:
+        values = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
+        return probe.run(versions.inner(equation), values)
+
+    arrays, results = [operand.array for operand in operands], list[Value]()
+    if has_derivative:
+        # Abstractly: JAX would differentiate the equations of the trial, too, and some have no derivative.
+        jax.eval_shape(lambda *arrays: list(map(probe.plain, run(*arrays))), *arrays)
+    else:
+        results = run(*arrays)
     interpreter.uses.extend(probe.uses)
     interpreter.rows.extend(probe.rows)
     if all(row.computed == "float" for row in probe.rows):
         return interpreter.as_it_is(equation, operands)
-    if equation.primitive.name == "custom_vmap_call" or interpreter.ranges is None:
-        interpreter.measured.update(probe.measured)  # while ranges are measured, nothing is differentiated
-        return results
-    return _with_custom_derivative(interpreter, equation, operands)
+    if has_derivative:
+        return _with_custom_derivative(interpreter, equation, operands)
+    interpreter.measured.update(probe.measured)  # while ranges are measured, nothing is differentiated
+    return results
 
 
 def _with_custom_derivative(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:

@@ -14,15 +14,16 @@ from stack_core.ops.building import is_quantized
 from stack_core.ops.units import as_units
 from stack_quant.scales import Range
 from stack_quant.streams import RangeStatistics
-from stack_quant.transform import adapters, control, core_ops, lookups, products, rearranging
+from stack_quant.transform import adapters, control, core_ops, lookups, products, rearranging, stages
 from stack_quant.transform.adapted import Factors
 from stack_quant.transform.interpreter import Interpreter, ResolvedRules, Value
 from stack_quant.transform.provenance import Source
 from stack_quant.transform.sites import Site, site_names
+from stack_quant.transform.versions import struct_like
 
 __all__ = ["Parameters", "Program", "trace"]
 
-HANDLED = (adapters, control, core_ops, lookups, products, rearranging)
+HANDLED = (adapters, control, core_ops, lookups, products, rearranging, stages)
 """Modules that register the interpreter's handlers on import."""
 
 
@@ -236,7 +237,9 @@ def trace(fn: Callable[..., Any], parameters: Parameters, *args: Any, **kwargs: 
     arguments = [leaves[place] for place in places]
     arrays = parameters.arrays
     # A list, as JAX would sort a dict by its keys, and inputs have the order of the parameters.
-    floats = [_float(array) for array in arrays.values()]
+    floats = [
+        struct_like(array, array.shape, array.dtype) if is_quantized(array) else array for array in arrays.values()
+    ]
     with as_units():
         jaxpr = jax.make_jaxpr(lambda floats, arrays_: traced(dict(zip(arrays, floats, strict=True)), arrays_))(
             floats, arguments
@@ -248,7 +251,3 @@ def trace(fn: Callable[..., Any], parameters: Parameters, *args: Any, **kwargs: 
         return jax.tree.unflatten(shape, [next(filled) if is_array(output) else output for output in outputs])
 
     return Program(jaxpr, tuple(arrays), tuple(arguments), result)
-
-
-def _float(array: Any) -> Any:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype) if is_quantized(array) else array

@@ -17,6 +17,7 @@ from stack_core.ops import Head
 from stack_train.models.decoder_config import DecoderConfig
 from stack_train.models.decoder_layers import Block, DecoderSpec, Layer, MultiTokenLayer
 from stack_train.nn.attention import Attention, Rope
+from stack_train.nn.boundary import boundary
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.compressed_attention import CompressedAttention
 from stack_train.nn.context import check_unsplit_sequence, from_zigzag, shared_rows, to_zigzag
@@ -28,7 +29,6 @@ from stack_train.nn.latent_attention import LatentAttention
 from stack_train.nn.layer_inputs import LayerInputs
 from stack_train.nn.lightning import LightningAttention
 from stack_train.nn.linear import head_of, lookup
-from stack_train.nn.pipeline import boundary
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import ResidualStream, Rows, gather_sequence, shard_residual
 from stack_train.nn.stack import check_names, scan_layers

@@ -19,8 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.abi.errors import ShardingError
-from stack_core.abi.mesh import LogicalAxes, axes_of, constrain, in_mesh, map_parts, parts_of
+from stack_core.abi.mesh import LogicalAxes, axes_of, constrain, in_mesh, parts_of
 from stack_core.ops.kv_cache import ahead_mask
+from stack_train.nn.parts import map_parts
 
 __all__ = [
     "ContextKeys",

@@ -31,11 +31,17 @@ def map_parts(
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return mesh.map_parts(function, arguments, out_axes, name=name)
     axes = [each for _, each in arguments]
+    # JAX differentiates the body of a loop after the loop, where other rules may apply than around this call.
+    mesh_and_rules = mesh.in_mesh.value
     places = [place for place, (array, _) in enumerate(arguments) if _is_float(array)]
+
+    def map_again(function: Callable[..., Any], arguments: Sequence[tuple[Any, LogicalAxes]], out_axes: Any) -> Any:
+        with mesh.in_mesh(mesh_and_rules):
+            return mesh.map_parts(function, arguments, out_axes, name=name)
 
     def call(*arrays: Any) -> Any:
         def mapped(*arrays: Any) -> Any:
-            return mesh.map_parts(function, list(zip(arrays, axes, strict=True)), out_axes, name=name)
+            return map_again(function, list(zip(arrays, axes, strict=True)), out_axes)
 
         return _as_one_equation(mapped, *arrays)
 
@@ -53,7 +59,7 @@ def map_parts(
             return jax.vjp(of_floats, *(own[place] for place in places))[1](received)
 
         given = [*zip(arrays, axes, strict=True), *zip(leaves, structure.flatten_up_to(out_axes), strict=True)]
-        found = mesh.map_parts(part, given, tuple(axes[place] for place in places), name=name)
+        found = map_again(part, given, tuple(axes[place] for place in places))
         by_place = dict(zip(places, found, strict=True))
         return tuple(by_place.get(place) for place in range(len(axes)))
 

@@ -7,7 +7,6 @@ them, but only the first stage's embedding and the last stage's loss are used.
 """
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,15 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from stack_core.abi.errors import ShardingError, TrainingError
+from stack_core.abi.errors import ShardingError
+from stack_train.nn.boundary import Received, check_independent
 from stack_train.nn.schedules import COLUMNS, Phase, Schedule
 from stack_train.step.precision import add_gradients, zero_sums
 
-__all__ = ["Boundary", "Received", "Values", "boundary", "in_stage", "run_stages"]
+__all__ = ["Values", "run_stages"]
 
 Tree = Any
-
-_current: ContextVar["Boundary | None"] = ContextVar("boundary", default=None)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["trained", "mutable", "frozen"], meta_fields=[])
@@ -44,99 +42,9 @@ class Values:
     frozen: Mapping[str, Any]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["activations", "outputs", "piece"], meta_fields=["pieces"])
-@dataclass(frozen=True)
-class Received:
-    """The message from the previous piece of the layers to the next one.
-
-    Attributes:
-      activations: input of the piece's layers; None keeps the model's own input.
-      outputs: other outputs of all layers, [pieces, layers of a piece, ...]; entries of later pieces are zeros or
-        outdated. None stands for zeros.
-      piece: index of the piece that receives it.
-      pieces: number of pieces.
-    """
-
-    activations: Tree
-    outputs: Tree
-    piece: Any
-    pieces: int
-
-
 Function = Callable[[Values, Values, Received, Tree], tuple[Tree, jax.Array, Tree, tuple[Mapping[str, Any], ...]]]
 """Function (layers of a piece, other variables, message, microbatch) -> (activations and outputs of `Received`, loss,
 metrics, the mutable variables of the layers and the others after the forward pass)."""
-
-
-class Boundary:
-    """The input and output of the layers in one call of a model inside `run_stages`.
-
-    Attributes:
-      received: message from the previous piece.
-      sent: activations and outputs of the layers, the message to the next piece; None before the layers.
-    """
-
-    def __init__(self, received: Received) -> None:
-        self.received = received
-        self.sent: Tree = None
-        self._entered = False
-
-    def enter(self, carry: Tree) -> Tree:
-        """Returns the input of the layers.
-
-        Raises:
-          TrainingError: the model runs more than one loop over layers that stages divide.
-        """
-        if self._entered:
-            raise TrainingError(
-                "mesh.stage splits one loop over layers, and this step runs several: its model has a tower or another "
-                "group of layers, or its objective calls more than one model. Set mesh.stage=1."
-            )
-        self._entered = True
-        received = self.received
-        if received.activations is None:
-            return carry
-        # All stages run one program: the first stage takes its own embedding, later stages the received activations.
-        return jax.tree.map(lambda x, y: jnp.where(received.piece == 0, x, y), carry, received.activations)
-
-    def leave(self, carry: Tree, outputs: Tree) -> Tree:
-        """Adds the outputs of this piece's layers, [layers of a piece, ...], to the outputs of earlier pieces.
-
-        Returns:
-          The outputs of all layers, [layers, ...]. They are complete on the last piece, whose loss is used.
-        """
-        pieces, piece = self.received.pieces, jnp.maximum(self.received.piece, 0)
-        earlier = self.received.outputs
-        if earlier is None:
-            earlier = jax.tree.map(lambda x: jnp.zeros((pieces, *x.shape), x.dtype), outputs)
-        together = jax.tree.map(lambda x, new: x.at[piece].set(new), earlier, outputs)
-        self.sent = (carry, together)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), together)
-
-
-def boundary() -> Boundary | None:
-    """Returns the current boundary for `scan_layers`, or None outside of stages."""
-    return _current.get()
-
-
-def in_stage(received: Received, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-    """Calls a function whose layers are the layers of one piece.
-
-    Returns:
-      The result, and the activations and outputs of the message to the next piece.
-
-    Raises:
-      TrainingError: the function does not run `scan_layers` exactly once over layers that stages divide.
-    """
-    around = Boundary(received)
-    token = _current.set(around)
-    try:
-        result = function(*args, **kwargs)
-    finally:
-        _current.reset(token)
-    if around.sent is None:
-        raise TrainingError("mesh.stage splits the loop over layers, and this step runs none. Set mesh.stage=1.")
-    return result, around.sent
 
 
 def run_stages(
@@ -171,7 +79,7 @@ def run_stages(
 
     Raises:
       ShardingError: the layers do not divide into the pieces of the schedule.
-      TrainingError: the function does not run `scan_layers` exactly once.
+      TrainingError: the function does not run `scan_layers` exactly once for each model.
     """
     stages, chunks = schedule.stages, schedule.chunks
     for name, leaf in [*layers.trained.items(), *layers.mutable.items(), *layers.frozen.items()]:
@@ -179,6 +87,13 @@ def run_stages(
             raise ShardingError(
                 f"{name} has {leaf.shape[0]} layers, which is no multiple of {stages * chunks}: mesh.stage={stages} x "
                 f"run.pipeline.chunks={chunks} pieces. Change model.layers, mesh.stage or run.pipeline.chunks.",
+                logical_axes=["layers"],
+            )
+        # The codes and scales of a quantized array are cut like one array.
+        if any(part.shape[0] != leaf.shape[0] for part in jax.tree.leaves(leaf)):
+            raise ShardingError(
+                f"{name} is quantized with scales that its {leaf.shape[0]} layers share, which mesh.stage={stages} "
+                "cannot divide. Quantize it with scales of each layer, or set mesh.stage=1.",
                 logical_axes=["layers"],
             )
     # [layers, ...] -> [chunks, stages, layers of a piece, ...]: piece g is chunk g // stages of stage g % stages.
@@ -266,8 +181,10 @@ class _Stage:
         row = jax.tree.map(lambda x: x[0], self.microbatches)
         piece = jax.tree.map(lambda x: x[0], self.layers)
         # Shapes of what crosses a stage boundary; nothing is computed.
-        call = partial(self.call, None, 0)
-        sent, _, metrics, _ = jax.eval_shape(call, piece, self.shared, row)
+        traced, shapes = jax.make_jaxpr(partial(self.call, None, 0), return_shape=True)(piece, self.shared, row)
+        sent, _, metrics, _ = shapes
+        if len(sent[0]) > 1:
+            check_independent(traced)
         zeros = lambda tree, *lead: jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), tree)
         wanted = self.with_gradients
         schedule = self.schedule

@@ -17,8 +17,9 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from stack_core.abi.errors import ShardingError
-from stack_core.abi.mesh import LogicalAxes, map_parts
+from stack_core.abi.mesh import LogicalAxes
 from stack_train.nn.context import shared_axis, sharing_devices
+from stack_train.nn.parts import map_parts
 
 __all__ = ["from_blocks", "states_before", "to_blocks", "tokens_before"]
 

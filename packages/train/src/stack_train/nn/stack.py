@@ -14,7 +14,7 @@ from stack_core import ops
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.chips import target_platform
-from stack_train.nn.pipeline import boundary
+from stack_train.nn.boundary import auxiliary_name, boundary
 
 __all__ = ["NamedRemat", "RematPolicy", "ValueName", "check_names", "named", "scan_layers"]
 
@@ -165,10 +165,11 @@ def scan_layers(  # noqa: PLR0913  each is an option of the loop
         return carry, outputs
 
     around = boundary() if staged else None
-    carry = carry if around is None else around.enter(carry)
+    model = "" if around is None else auxiliary_name(period[0])
+    carry = carry if around is None else around.enter(model, carry, (list(inputs), per_row))
     carry, results = jax.lax.scan(step, carry, (list(states), list(inputs)), unroll=unroll)
     outputs = [output for output, _ in results]
-    outputs = outputs if around is None else around.leave(carry, outputs)
+    carry, outputs = (carry, outputs) if around is None else around.leave(model, carry, outputs)
     # The scan returned new values, so variables that layers updated are written back to the caller's modules.
     for layer, (_, moved) in zip(period, results, strict=True):
         if moved:

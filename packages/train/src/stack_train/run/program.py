@@ -76,7 +76,7 @@ def build_program(
         accumulation_steps=config.run.accumulation_steps,
         transform=transform_of(config),
         schedule=_schedule(config, mesh),
-        open_model=lambda source: stored_model(run_config(local_path(source.removeprefix("run:")))),
+        open_model=lambda source: stored_model(_run_of(source)),
     )
     _check_indexer(config, step)
     if not with_saved:
@@ -142,21 +142,23 @@ def _schedule(config: RunConfig, mesh: Mesh) -> Schedule | None:
     return schedule(pipeline.schedule, stages=stages, microbatches=pipeline.microbatches, chunks=pipeline.chunks)
 
 
+def _run_of(source: str) -> RunConfig:
+    """Returns the config of the run of a source "run:DIRECTORY"."""
+    return run_config(local_path(source.removeprefix("run:")))
+
+
 def _check_staged(config: RunConfig, program: Program) -> None:
     """Raises a ConfigError if a run uses a feature that pipeline stages do not support."""
-    state, microbatches = program.abstract_state, config.run.pipeline.microbatches
+    microbatches = config.run.pipeline.microbatches
+    sources = {name: each.source for name, each in program.step.auxiliary.items() if each.source not in ("", INIT)}
+    transformed = [name for name, source in sources.items() if transform_names(_run_of(source))]
     axes = program.step.model.variables.logical_axes
     stacked = [each for each in jax.tree.leaves(axes, is_leaf=_is_axes) if is_in_layers(each)]
     problems = {
         "its devices would divide no work: the model has no parameters stacked over layers": not stacked,
-        f"sections transform the model ({', '.join(transform_names(config))})": bool(transform_names(config)),
-        "the objective calls auxiliary models": bool(state.auxiliary),
+        f"sections transform the objective's model {', '.join(transformed)}": bool(transformed),
         "the microbatches of run.pipeline take the place of run.accumulation_steps, which is more than 1": (
             config.run.accumulation_steps > 1
-        ),
-        # The log-sum-exp residual of attention over a sharded sequence cannot be lowered inside a stage (jax 0.10.2).
-        f"mesh.context is {program.mesh.shape['context']}, and stages do not share sequences": (
-            program.mesh.shape["context"] > 1
         ),
         f"run.pipeline.microbatches={microbatches} does not divide the batch": any(
             shape.shape[0] % microbatches for shape in config.batches.spec(config.model).values()

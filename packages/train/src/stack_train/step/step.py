@@ -19,7 +19,6 @@ from stack_core.abi.objectives import Objective
 from stack_core.abi.plugins import registries
 from stack_core.abi.transforms import ModelTransform
 from stack_train.diffusion.denoiser import Denoiser
-from stack_train.nn.pipeline import Received, in_stage
 from stack_train.nn.schedules import Schedule
 from stack_train.objectives import as_objective, check_accumulation, compares_rows
 from stack_train.optim.optax_optimizer import Optimizer, as_optimizer
@@ -30,7 +29,7 @@ from stack_train.step.precision import Precision, apply_updates, widen, widen_op
 from stack_train.step.qk_clip import QKClip, qk_clip_of
 from stack_train.step.replicas import check_replicas, replicate, separate_replicas, train_apart
 from stack_train.step.scoring import predictions, scores
-from stack_train.step.staged import staged
+from stack_train.step.staged import StagedModels, check_stages
 from stack_train.step.state import TrainState
 from stack_train.step.trainable import NO_PARAM, FunctionFamily, TrainableModel
 from stack_train.transform import UNCHANGED
@@ -43,7 +42,7 @@ Batch = Mapping[str, jax.Array]
 _LOGITS = "largest logits"  # not a name of a module, which is an identifier
 
 # Random streams folded into keys, distinct from the streams that an objective folds into its key.
-_MODEL_STREAM, _AUXILIARY_STREAM, _ROUNDING_STREAM = 0x6D6F64, 0x667274, 0x726E64
+_AUXILIARY_STREAM, _ROUNDING_STREAM = 0x667274, 0x726E64
 
 
 def make_step(  # noqa: PLR0913  each is an option of the step
@@ -104,6 +103,8 @@ def make_step(  # noqa: PLR0913  each is an option of the step
             f"The objective has an auxiliary model {same[0]!r}, which is the name of a module of the run's model. "
             "Rename the auxiliary model."
         )
+    if schedule is not None:
+        check_stages(objective, auxiliary, transform)
     trained_auxiliary = (each for each in auxiliary.values() if each.optimizer is not None)
     # Patterns may match parameters of auxiliary models, so all paths are checked together.
     settings.check([*trainable.trainable_paths, *(path for each in trained_auxiliary for path in each.paths)])
@@ -224,9 +225,9 @@ class Step:
         # From the step count, not split from a stored key: a resumed run samples as if it had not stopped.
         key = jax.random.fold_in(state.key, state.step)
         if self.schedule is not None:
-            gradients, metrics, mutable = self._staged(self.variables(state), batch, key, evaluated=False)
-            assert gradients is not None, "None only in evaluation"
-            return self._sharded(gradients), metrics, mutable
+            auxiliary = {name: each.params for name, each in state.auxiliary.items()}
+            found = self._staged.gradients(self.objective, self.variables(state), auxiliary, batch, key)
+            return self._sharded(found[0]), *found[1:]
         of_microbatch = partial(self._microbatch_gradients, state)
         # The logits pass through the microbatches like other values of the forward pass.
         mutable = state.mutable if self.qk_clip is None else {**state.mutable, _LOGITS: self.qk_clip.empty()}
@@ -274,7 +275,7 @@ class Step:
         """
         if self.schedule is not None:
             # The same key for every evaluation keeps the results comparable.
-            return self._staged(variables, batch, jax.random.key(0), evaluated=True)[1]
+            return self._staged.evaluate(self.objective, variables, auxiliary or {}, batch, jax.random.key(0))
         objective, model = self._objective(variables, auxiliary or {}), self.model.evaluation_model(variables)
         return self.model.transform.call(objective, model, batch, key=jax.random.key(0))[1]
 
@@ -294,14 +295,18 @@ class Step:
           float32[batch, seq] arrays: "logprobs", log p(target) or 0 if the target is ignored; "entropy" if requested;
           "values" if the model outputs values; and the arrays of `Objective.scores`. For a denoiser "predictions".
         """
-        model, more = self.model.evaluation_model(variables), None
-        if isinstance(model, Denoiser):
-            return self.model.transform.call(predictions, model, batch)
-        if auxiliary or not self.auxiliary:
-            models = {name: self.auxiliary[name].merge(tree, variables) for name, tree in (auxiliary or {}).items()}
-            more = partial(self.objective.scores, **models)
-        scored = partial(scores, entropy=entropy, more=more)
-        return self.model.transform.call(scored, model, batch)
+
+        def scored(model: Any, batch: Batch, **models: Any) -> Mapping[str, jax.Array]:
+            if isinstance(model, Denoiser):
+                return predictions(model, batch)
+            more = partial(self.objective.scores, **models) if models or not self.auxiliary else None
+            return scores(model, batch, entropy=entropy, more=more)
+
+        if self.schedule is not None:
+            return self._staged.scores(scored, variables, auxiliary or {}, batch)
+        models = {name: self.auxiliary[name].merge(tree, variables) for name, tree in (auxiliary or {}).items()}
+        model = self.model.evaluation_model(variables)
+        return self.model.transform.call(partial(scored, **models), model, batch)
 
     def variables(self, state: TrainState) -> Tree:
         """Returns all variables of the model of a state, as nested dicts."""
@@ -337,8 +342,7 @@ class Step:
         def loss(trained: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
             variables = join({name: trained[name] for name in state.params}, mutable, state.frozen)
             auxiliary = {name: trained[name] for name in self.auxiliary if name not in frozen}
-            model = self.model.merge(variables, key=jax.random.fold_in(key, _MODEL_STREAM))
-            model.train()
+            model = self.model.training_model(variables, key)
             if self.qk_clip is not None:
                 self.qk_clip.attach(model, logits)
             # The values before the forward pass, to find variables that it assigned.
@@ -359,35 +363,10 @@ class Step:
         models = {name: self.auxiliary[name].merge(tree, variables) for name, tree in auxiliary.items()}
         return partial(self.objective, **models) if models else self.objective
 
-    def _staged(
-        self, variables: Tree, batch: Batch, key: jax.Array, *, evaluated: bool
-    ) -> tuple[Tree | None, Metrics, Tree]:
-        """Computes a batch that goes through pipeline stages.
-
-        Returns:
-          The gradients (None in evaluation), the metrics, and the variables that the forward pass updated.
-        """
-
-        def run(model: Any, received: Received, batch: Batch, *, key: jax.Array) -> tuple[jax.Array, Metrics, Tree]:
-            # A transform may trace this function, so the message enters and leaves it as arrays.
-            (loss, metrics), sent = in_stage(received, self.objective, model, batch, key=key)
-            return loss, metrics, sent
-
-        def objective(variables: Tree, received: Received, batch: Batch, key: jax.Array) -> Any:
-            if evaluated:
-                model = self.model.evaluation_model(variables)
-            else:
-                model = self.model.merge(variables, key=jax.random.fold_in(key, _MODEL_STREAM))
-                model.train()
-            before = values_of(model)
-            found = self.model.transform.call(run, model, received, batch, key=key)
-            return *found, self.model.variables.mutable_values(model, before)
-
-        assert self.schedule is not None and in_mesh.value is not None, "stages need a schedule and a mesh"
-        mesh, rules = in_mesh.value
-        structure = self.model.variables
-        shardings, _, _ = structure.split(structure.shardings(rules, mesh))
-        return staged(objective, structure, variables, shardings, batch, key, self.schedule, gradients=not evaluated)
+    @property
+    def _staged(self) -> StagedModels:
+        assert self.schedule is not None, "only with pipeline stages"
+        return StagedModels(self.model, self.auxiliary, self.schedule)
 
     def _sharded(self, gradients: Tree) -> Tree:
         """Constrains gradients to the shardings of their parameters, which shards their sums and updates as well."""

@@ -32,6 +32,8 @@ __all__ = ["NO_PARAM", "FunctionFamily", "TrainableModel"]
 
 NO_PARAM = nnx.Not(nnx.Param)
 
+_MODEL_STREAM = 0x6D6F64  # folded into keys, distinct from the streams that an objective folds into its key
+
 
 @dataclass(frozen=True)
 class FunctionFamily:
@@ -119,6 +121,12 @@ class TrainableModel:
     def merge(self, variables: Tree, *, key: jax.Array | None = None) -> Any:
         """Builds the model from its variables; its random streams start from `key`."""
         return self.variables.merge(variables, key=key)
+
+    def training_model(self, variables: Tree, key: jax.Array) -> Any:
+        """Builds the model in training mode. Its random streams do not repeat other draws from `key`."""
+        model = self.merge(variables, key=jax.random.fold_in(key, _MODEL_STREAM))
+        model.train()
+        return model
 
     def evaluation_model(self, variables: Tree) -> Any:
         """Builds the model in evaluation mode: no dropout, batch norms use running statistics."""

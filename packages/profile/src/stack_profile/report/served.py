@@ -100,7 +100,9 @@ class ReportServer:
         try:
             changed_ns = max(file.stat().st_mtime_ns for file in trace_files(capture))
         except (TraceError, FileNotFoundError) as error:  # a ring deletes its captures
-            raise TraceError(f"{str(capture)!r} was deleted meanwhile. Open the list of captures again.") from error
+            raise TraceError(
+                f"{str(capture)!r} was deleted while it was read. Open the list of captures again."
+            ) from error
         with self._building:
             if self._built is None or self._built[:2] != (capture, changed_ns):
                 trace = load_trace(capture)

@@ -60,7 +60,8 @@ class ReportServer:
             self._server = _Server((_LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ProfileError(
-                f"Cannot listen on port {port} of {_LOOPBACK}: {error}. Name another, or 0 for any that is free."
+                f"Cannot listen on port {port} of {_LOOPBACK}: {str(error).rstrip('.')}. Name another port, or 0 for "
+                "any free one."
             ) from error
         self._server.reports = self
         self.address = f"http://{_LOOPBACK}:{self._server.server_address[1]}/{self._token}/"

@@ -147,9 +147,9 @@ def test_parameters_that_are_not_the_ops_are_named(function, configs, message):
     ("settings", "message"),
     [
         ({"configs": (Split(1), Nested((1,)))}, "configs are of several types, Nested, Split; expected one"),
-        ({"configs": (Thawed(1),)}, r"config Thawed\(parts=1\) is no object of a frozen dataclass"),
-        ({"configs": (Split,)}, "is no object of a frozen dataclass"),
-        ({"configs": ({"parts": 1},)}, r"config \{'parts': 1\} is no object of a frozen dataclass"),
+        ({"configs": (Thawed(1),)}, r"config Thawed\(parts=1\) is not an instance of a frozen dataclass"),
+        ({"configs": (Split,)}, "is not an instance of a frozen dataclass"),
+        ({"configs": ({"parts": 1},)}, r"config \{'parts': 1\} is not an instance of a frozen dataclass"),
         ({"configs": (Nested((1, 2)),)}, r"comes back from a tuned table as Nested\(sizes=\[1, 2\]\)"),
         ({"configs": (Split(jnp.float32),)}, "cannot be kept in a tuned table"),
         ({"supports": lambda call: True}, r"supports is .*; expected a function of \(call, chip, config\): too many"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stack_core.abi import model_formats
-from stack_core.abi.errors import ConversionError
+from stack_core.abi.errors import ArgumentError, ConversionError
 from stack_core.abi.formats import TrainedModel
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import Outputs
@@ -199,6 +199,13 @@ def test_what_was_trained_quantized_is_quantized_by_its_rules(trained: Trained, 
     quantize_checkpoint(str(tmp_path), None, tmp_path / "out", evaluation_batches=0)
     ((_, _, sections),) = trained.saved
     assert sections["quant"] == QuantConfig(rules=(Rule(path=".*", weights="int8", activations="int8"),), method="ptq")
+
+
+@pytest.mark.parametrize("counts", [{"calibration_batches": 0}, {"evaluation_batches": -1}], ids=str)
+def test_numbers_of_batches_are_checked_before_the_model_is_read(counts: dict[str, int], tmp_path: Path) -> None:
+    ((name, count),) = counts.items()
+    with pytest.raises(ArgumentError, match=f"{name} is {count}; expected a whole number"):
+        quantize(tmp_path / "none", "w8a8", **counts)
 
 
 def test_nothing_is_overwritten(trained: Trained, tmp_path: Path) -> None:

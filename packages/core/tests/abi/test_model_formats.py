@@ -87,7 +87,7 @@ def test_a_directory_of_two_formats_is_asked_about(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("{}/nothing", r"nothing is no directory. Formats: bigrams, trigrams\."),
+        ("{}/nothing", r"nothing is not a directory. Formats: bigrams, trigrams\."),
         ("{}/empty", r"empty holds no model of a known format. Formats: bigrams, trigrams\."),
         ("bigram:{}", r"Unknown model format 'bigram'.* Did you mean 'bigrams'.*\? Known: bigrams, trigrams\."),
         ("converts:{}", r"Unknown model format 'converts'"),

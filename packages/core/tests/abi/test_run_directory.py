@@ -98,7 +98,7 @@ def test_a_directory_without_a_run_has_no_config(run: RunDirectory) -> None:
 def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(RunDirectoryError, match="cannot be made"),
+        pytest.raises(RunDirectoryError, match=r"cannot be created: .* Set another output"),
         RunDirectory(tmp_path / "file" / "run").open(resume=False),
     ):
         pass

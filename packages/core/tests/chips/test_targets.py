@@ -52,7 +52,7 @@ GPUS = {"a100-40gb:1x1x1": 1, "a100-80gb:1x1x8": 8, "h100:1x1x8": 8, "h200:1x1x1
         ("h100:1x1x16", "at most 8"),
         ("h100:1x0x8", "at most 8"),
         ("h100:1x1x8*2", r"for GPUs the number of slices is the first size, as in h100:2x1x8"),
-        ("v5p:2x2x1*0", r"\*0 is no number of slices"),
+        ("v5p:2x2x1*0", r"\*0 is not a number of slices"),
         ("v5p:3x5x7*2", "does not exist: .* Nearest: v5p:2x4x7"),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.abi.errors import UnknownName
+from stack_core.abi.errors import ArgumentError, UnknownName
 from stack_core.commands.named_function import named_function
 
 MODEL = """
@@ -53,3 +53,12 @@ def test_a_function_comes_with_the_arguments_of_its_file(folder: Path) -> None:
 def test_what_names_no_function_is_an_error(folder: Path, target: str, expected: str) -> None:
     with pytest.raises(UnknownName, match=expected):
         named_function(str(folder / target))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"), [("def step(:\n", "SyntaxError: .*line 1"), ("\n1 / 0\n", "ZeroDivisionError at .*:2: ")]
+)
+def test_an_error_of_the_file_is_one_line(folder: Path, source: str, expected: str) -> None:
+    (folder / "wrong.py").write_text(source)
+    with pytest.raises(ArgumentError, match=f"wrong.py' cannot be run: {expected}"):
+        named_function(f"{folder / 'wrong.py'}:step")

@@ -118,6 +118,9 @@ def test_settings_come_before_the_environment(settings, environ, expected):
         ({"count": 2, "id": 2}, {}, "ids are 0 to 1"),
         ({"count": 2, "id": 1, "coordinator": "host"}, {}, "expected 'host:port'"),
         ({"count": 2}, {"JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID is 'one'"),
+        ({"id": 1}, {"SLURM_PROCID": "1"}, "processes.id is 1, but the number of processes is not set"),
+        ({"coordinator": "h:1"}, {}, "processes.coordinator is 'h:1', but the number"),
+        ({"count": 1, "id": 1}, {}, "ids are 0 to 0"),
     ],
 )
 def test_settings_that_say_too_little_are_refused(settings, environ, said):

@@ -114,7 +114,9 @@ def _check_configs(label: str, configs: tuple[Any, ...]) -> None:
         raise ArgumentError(f"{label}: its configs are of several types, {names}; expected one frozen dataclass.")
     for config in configs:
         if not dataclasses.is_dataclass(config) or isinstance(config, type) or not _is_frozen(config):
-            raise ArgumentError(f"{label}: config {config!r} is no object of a frozen dataclass; tables key by it.")
+            raise ArgumentError(
+                f"{label}: config {config!r} is not an instance of a frozen dataclass; tables key by it."
+            )
         try:
             kept = type(config)(**json.loads(json.dumps(dataclasses.asdict(config))))
         except TypeError as error:

@@ -88,7 +88,7 @@ def test_equal_speed_is_no_regression(bench, speed):
     bench("--json", "base.json")
     status, printed, _ = bench("--compare", "base.json")
     assert status == 0
-    assert "4 unchanged; beyond 5%, at 99% confidence for all of them together" in printed
+    assert "4 unchanged; changes beyond 5%, at 99% confidence for all calls together" in printed
 
 
 def test_a_regression_that_is_confirmed_exits_with_1(bench, speed):
@@ -127,7 +127,7 @@ def test_a_yardstick_of_another_version_is_said(bench, speed):
     Path("base.json").write_text(json.dumps(content))
     status, printed, _ = bench("--compare", "base.json")
     assert status == 0
-    assert f"jax was 0.1 and is {jax.__version__}: the reference may have another speed too" in printed
+    assert f"jax was 0.1 and is {jax.__version__}: the reference's speed may differ, too" in printed
 
 
 def test_a_named_implementation_runs(bench, speed):

@@ -91,6 +91,8 @@ def test_tables_are_listed_and_cleared_where_results_go(
         monkeypatch.setenv("STACK_TUNED_TABLES", str(folder))
     for place in (folder, own):
         Table(ChipName("cpu", "", {})).write(place / "cpu.json")
+    with pytest.raises(TuningError, match="cannot be read"):
+        tune(clear=True, merge=[folder / "none.json"], tables=None if named else folder)
     tune(clear=True, tables=None if named else folder, json=True)
     assert json.loads(capsys.readouterr().out) == []
     assert (list(folder.iterdir()), [file.name for file in own.iterdir()]) == ([], ["cpu.json"])
@@ -100,6 +102,19 @@ def test_there_is_nothing_to_export_before_anything_was_measured(module: Path, m
     monkeypatch.setenv("STACK_TUNED_TABLES", "")
     with pytest.raises(TuningError, match="Nothing was measured on"):
         tune(export=module.parent / "table.json")
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        (None, {"again": True}, "--again is for measurements"),
+        (None, {"budget_s": 5.0}, "--budget-s is for measurements"),
+        ("layer.py:layer", {"budget_s": -1.0}, "--budget-s is -1"),
+    ],
+)
+def test_options_without_effect_are_refused(target: str | None, options: dict, message: str) -> None:
+    with pytest.raises(TuningError, match=message):
+        tune(target, **options)
 
 
 INTERRUPTED = """

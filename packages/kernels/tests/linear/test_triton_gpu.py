@@ -58,7 +58,7 @@ def test_zero_points_and_scales_belong_to_their_tiles(codes: str, tile: CodeTile
     ("rows", "weight", "reason"),
     [
         (65, structs("int8", 128, 128, (1, 128)), "it is for 64 rows or fewer, not 65"),
-        (4, structs("int8", 128, 96, (1, 96)), "d_out=96 is no multiple of 64"),
+        (4, structs("int8", 128, 96, (1, 96)), "d_out=96 is not a multiple of 64"),
         (4, structs("int8", 128, 128, (8, 128)), "codes of a column that share a scale are a multiple of 32"),
         (4, structs("float8_e4m3fn", 128, 128, (1, 128)), "codes are float8_e4m3fn, not int8, uint8, int4"),
     ],

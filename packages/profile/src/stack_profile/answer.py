@@ -140,5 +140,5 @@ def share_of(text: str) -> float:
     except ValueError:
         share = -1.0
     if rest or not share >= 0:
-        raise ProfileError(f"{text!r} is no share. Write one as 3% or as 0.03.")
+        raise ProfileError(f"{text!r} is not a share. Write one as 3% or as 0.03.")
     return share

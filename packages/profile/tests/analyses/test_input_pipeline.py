@@ -78,7 +78,7 @@ def test_the_stages_before_a_prefetch_run_beside_the_program(build):
     assert (stage.self_s, stage.waited_s, stage.idle_s) == (pytest.approx(270e-6), 0.0, 0.0)
     assert stage.call_self_s == pytest.approx(90e-6)
     assert answer.facts["beside_s"] == pytest.approx(270e-6)
-    assert any("most work is in Map: 90 us a call" in note for note in answer.notes)
+    assert any("parallel to the program is Map: 90 us a call" in note for note in answer.notes)
 
 
 def test_the_time_of_a_stage_is_its_own_without_those_that_it_calls(build):

@@ -54,7 +54,7 @@ def test_without_events_of_the_host_what_it_did_is_not_known(build):
 def test_a_program_that_says_where_it_gets_its_input_is_bound_by_it_or_not(build, wait, inside, bound):
     answer = overview(timeline(build, busy=50, wait=wait, inside=inside, waiting="next_batch"))
     assert answer.facts["bound_by"] == bound
-    assert any(note.startswith(f"{3 * wait} us of it while the program waited for input") for note in answer.notes)
+    assert any(note.startswith(f"{3 * wait} us idle while the program waited for input") for note in answer.notes)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -97,7 +97,7 @@ def test_where_runs_cannot_be_told_apart_steps_are_not_known(build):
     plane.line("Stream #1", plane.event("kernel of no program", 0, 5))
     answer = overview(trace_of([read_space(build.space(plane))]))
     assert answer.facts["steps"] is None and answer.facts["median_step_s"] is None and answer.facts["bound_by"] is None
-    assert "not known" in answer.notes[0]
+    assert "Steps are unknown" in answer.notes[0]
 
 
 def test_steps_of_a_gpu_count_kernels_copies_to_the_host_and_gaps(h100_train, h100_decode):

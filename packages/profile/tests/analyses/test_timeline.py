@@ -70,7 +70,7 @@ def test_idle_time_is_a_row_that_says_what_the_host_did(waiting):
 def test_a_window_may_begin_and_end_anywhere(waiting):
     answer = timeline(waiting, since_s=30e-6, until_s=110e-6)
     assert [row.self_s for row in answer.rows] == pytest.approx([30e-6, 0, 10e-6])
-    assert answer.facts["step"] is None and any("no step" in note for note in answer.notes)
+    assert answer.facts["step"] is None and any("not a step" in note for note in answer.notes)
     assert timeline(waiting, since_s=0.0).facts["window_s"] == pytest.approx(160e-6)
 
 

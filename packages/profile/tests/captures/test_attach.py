@@ -131,7 +131,7 @@ def test_a_server_is_found_by_its_address_and_a_run_by_its_directory(tmp_path, c
         main(["profile", "attach", str(tmp_path / "run"), "--duration-s", "0.1", "--out", str(tmp_path / "out")])
         assert load_trace(capsys.readouterr().out.strip()).about["pid"] == os.getpid()
     for wrong in (f"127.0.0.1:{port}", f"other.host:{port}", "nobody"):
-        with pytest.raises(CaptureError, match="nor the directory of such a run"):
+        with pytest.raises(CaptureError, match="the directory of a listening run"):
             find_processes(wrong)
 
 
@@ -153,7 +153,7 @@ def test_a_process_that_is_killed_is_named_and_forgotten(tmp_path, start):
     (result,) = attach([address], out=tmp_path, duration_s=30.0)
     assert "ended while it was captured" in result.problem and result.path is None
     assert len(addresses.addresses()) == 1
-    with pytest.raises(CaptureError, match=f"No process {process.pid} of yours listens; those that do: none"):
+    with pytest.raises(CaptureError, match=f"No process {process.pid} of yours listens; listening processes: none"):
         address_of(process.pid)
     assert addresses.addresses() == {}
     (result,) = attach([address], out=tmp_path)

@@ -101,6 +101,6 @@ def test_a_profiler_that_another_holds_without_a_sign_is_named():
     other = _profiler.ProfilerSession(options)
     recording = record(host_tracer_level=2)
     recording.end()
-    with pytest.raises(CaptureError, match="holds nothing"):
+    with pytest.raises(CaptureError, match="The capture is empty"):
         recording.data()
     other.stop()

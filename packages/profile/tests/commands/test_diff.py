@@ -53,4 +53,4 @@ def test_what_is_no_share_is_said(capsys, traces, share):
     with pytest.raises(SystemExit) as end:
         main(["profile", "diff", traces["a1"], traces["b1"], f"--min-change={share}"])
     assert end.value.code == 2
-    assert "is no share. Write one as 3%" in capsys.readouterr().err
+    assert "is not a share. Write one as 3%" in capsys.readouterr().err

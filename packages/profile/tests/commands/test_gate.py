@@ -48,8 +48,8 @@ def run(folder, command, *tokens):
         ("same", (), 0, "\n  within\n"),
         ("slow", (), 1, "\n  regressed\n  no line (jit_step: dot.1): 2 ms -> 2.4 ms\n"),
         ("slow", ("--max-regression", "1%", "step_time=20%"), 0, "allowed +20.00%\n  within\n"),
-        ("few", (), 1, "\n  undecided: the steps do not tell."),
-        ("few", ("--undecided", "pass"), 0, "\n  undecided: the steps do not tell."),
+        ("few", (), 1, "\n  undecided: the steps vary too much."),
+        ("few", ("--undecided", "pass"), 0, "\n  undecided: the steps vary too much."),
     ],
 )
 def test_exit_codes_of_captures(traces, capsys, monkeypatch, new, options, status, said):
@@ -66,12 +66,13 @@ def test_exit_codes_of_captures(traces, capsys, monkeypatch, new, options, statu
     [
         (("base.xplane.pb", "missing"), "does not exist"),
         (("base.xplane.pb", "damaged.xplane.pb"), "damaged.xplane.pb"),
-        (("base.xplane.pb", "same.xplane.pb", "--metric", "memory"), "memory of base and new is not known"),
+        (("base.xplane.pb", "same.xplane.pb", "--metric", "memory"), "memory of base and new is unknown"),
         (("base.xplane.pb", "same.xplane.pb", "--max-regression", "memori=3%"), "Did you mean 'memory'"),
-        (("base.xplane.pb", "same.xplane.pb", "--max-regression", "three"), "'three' is no share"),
+        (("base.xplane.pb", "same.xplane.pb", "--max-regression", "three"), "'three' is not a share"),
         (("model.py:step", "base.xplane.pb"), "costs model.py:step --out FILE"),
         (("costs.json", "base.xplane.pb"), "holds no costs of a program"),
-        (("base.xplane.pb", "model.py:step", "--b", "same.xplane.pb"), "is no capture"),
+        (("base.xplane.pb", "model.py:step", "--b", "same.xplane.pb"), "is not a capture"),
+        (("base.xplane.pb", "same.xplane.pb", "--compilations", "5"), "--compilations is for a function"),
     ],
 )
 def test_mistakes_exit_with_2(traces, capsys, monkeypatch, tokens, said):

@@ -163,7 +163,7 @@ def test_a_capture_that_is_deleted_meanwhile_leaves_the_list(server, run_directo
     assert status == 200 and ">later<" in listing and ">empty<" not in listing and ">gone<" not in listing
     for name in (empty, gone):
         status, text = ask(server, name)
-        assert status == 500 and "was deleted meanwhile" in text
+        assert status == 500 and "was deleted while it was read" in text
 
 
 def test_mistakes_are_named(capsys, server, captured, tmp_path):

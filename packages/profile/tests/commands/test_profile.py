@@ -69,6 +69,8 @@ def test_options_reach_their_analysis(capsys, captured, tokens):
 def test_mistakes_are_named(capsys, captured, tmp_path):
     assert "does not exist" in refused(capsys, "ops", tmp_path / "nothing")
     assert "holds no *.xplane.pb" in refused(capsys, "ops", tmp_path)
+    assert "two formats" in refused(capsys, "ops", captured, "--json", "--csv")
+    assert "Must be >= 0" in refused(capsys, "ops", captured, "--limit", -1)
     assert "'h10'" in refused(capsys, "roofline", captured, "--chip", "h10")
     assert "no program 'jit_x'" in refused(capsys, "memory", captured, "--program", "jit_x")
     assert "no script" in refused(capsys, "run", "missing.py")
@@ -149,4 +151,19 @@ def test_a_script_keeps_a_ring_of_captures_which_is_listed_and_exported(capsys, 
     assert facts["total_bytes"] <= 20_000_000 and facts["ring_mb"] == 20
     assert (tmp_path / "ring.pftrace").read_bytes().count(b"step duration") == 1
     assert "has no ring" in refused(capsys, "ring", tmp_path)
-    assert "--ring-mb is a setting of --continuous" in refused(capsys, "run", "--ring-mb", 1, "-m", "this")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ring-mb", 1), "--ring-mb is a setting of --continuous"),
+        (("--port", 9000), "--port is a setting of --listen"),
+        (("--listen", "--duration-s", 5), "--duration-s has no effect with --listen"),
+        (("--listen", "--stacks-hz", 0), "--stacks-hz has no effect with --listen"),
+        (("--continuous", "--json"), "--json has no effect with --continuous"),
+        (("--duration-s", -1), "--duration-s is -1"),
+        (("--host-tracer-level", 9), "host_tracer_level is 9"),
+    ],
+)
+def test_options_of_a_capture_without_effect_are_refused(capsys, options, message):
+    assert message in refused(capsys, "run", *options, "-m", "this")

@@ -136,7 +136,7 @@ def test_without_operations_there_are_no_steps(build):
     plane.line("main", plane.event("PjitFunction(f)", 0, 10))
     trace = trace_of([read_space(build.space(plane))])
     answer = diff([trace], [trace])
-    assert answer.rows == () and "Steps are not known" in answer.notes[0]
+    assert answer.rows == () and "Steps are unknown" in answer.notes[0]
     with pytest.raises(ProfileError, match="no captures"):
         diff([], [trace])
 

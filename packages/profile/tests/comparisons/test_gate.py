@@ -103,8 +103,8 @@ def test_a_change_of_the_mean_that_the_verdict_leaves_out_is_noted(side):
 
 def test_one_capture_of_a_side_is_noted(side):
     answer = gate(side(), side(), metrics=["step_time"])
-    assert any("several a side" in note for note in answer.notes)
-    assert not any("several a side" in note for note in gate(side(captures=2), side(captures=2)).notes)
+    assert any("one capture per side" in note for note in answer.notes)
+    assert not any("one capture per side" in note for note in gate(side(captures=2), side(captures=2)).notes)
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +145,10 @@ def test_compilations_are_compared_as_steps_are(grown):
 
 
 def test_what_a_side_lacks_is_said(grown, side):
-    with pytest.raises(ProfileError, match="step_time of base and new is not known"):
+    with pytest.raises(ProfileError, match="step_time of base and new is unknown"):
         gate(*map(GateSide.of_costs, grown), metrics=["step_time"])
-    with pytest.raises(ProfileError, match="memory of base is not known"):
+    with pytest.raises(ProfileError, match="memory of base is unknown"):
         gate(side(), GateSide.of_costs(grown[0]), metrics=["memory"])
-    with pytest.raises(ProfileError, match="Nothing is known of both sides"):
+    with pytest.raises(ProfileError, match="no metric in common"):
         gate(GateSide((), (), None, ()), side())
     assert [row.metric for row in gate(side(), GateSide.of_costs(grown[0])).rows] == ["flops"]

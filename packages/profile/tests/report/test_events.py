@@ -173,7 +173,7 @@ def test_a_source_that_changed_is_said_to_have(tmp_path):
         return found["note"]
 
     assert note(sources={str(file): digest}, started_at="2000-01-01T00:00:00+00:00") == ""
-    assert "does not say" in note() and "does not say" in note(started_at="yesterday", sources=3)
+    assert "does not record" in note() and "does not record" in note(started_at="yesterday", sources=3)
     assert note(started_at="2999-01-01T00:00:00+00:00") == ""
     assert "written after" in note(started_at="2000-01-01T00:00:00+00:00")
     file.write_text("a\nc\n")

@@ -56,7 +56,7 @@ def test_a_number_counts_where_name_and_operations_agree(program):
 
 def test_nothing_is_joined_by_its_name_alone(program):
     programs = [program("jit_f", 1, a=1)]
-    expected = "Programs that ran and are not known, so that their operations have no lines: jit_f (1)"
+    expected = "Unknown programs, whose operations have no lines: jit_f (1)"
     assert joined(programs, (1, "jit_f", "a"), (1, "jit_f", "other")) == ([None], [expected])
 
 

@@ -220,10 +220,10 @@ def test_where_there_is_no_trace_the_message_says_how_to_make_one(tmp_path):
 def test_a_capture_that_is_deleted_while_it_is_read_is_named(build, programs, names, tmp_path, monkeypatch):
     (tmp_path / "vm.xplane.pb").write_bytes(build.space(programs, cpu_plane(build, *names)))
     (tmp_path / "vm.jit_step(7).hlo.pb").symlink_to("nothing")  # listed, and cannot be read
-    with pytest.raises(TraceError, match="was deleted meanwhile"):
+    with pytest.raises(TraceError, match="was deleted while it was read"):
         load_trace(tmp_path)
     monkeypatch.setattr("stack_profile.traces.trace.capture_folders", lambda path: (path / "nothing",))
-    with pytest.raises(TraceError, match="was deleted meanwhile"):
+    with pytest.raises(TraceError, match="was deleted while it was read"):
         load_trace(tmp_path)
 
 

@@ -61,7 +61,7 @@ def test_sums_over_occurrences_have_no_place_in_time(build):
 def test_however_short_it_is_cut_what_is_there_is_read_and_marked(trace):
     whole = read_space(trace).planes[0].lines[0].events
     for size in range(1, 14):
-        with pytest.raises(TraceError, match="no XSpace"):
+        with pytest.raises(TraceError, match="not an XSpace"):
             read_space(trace[:size])
     for size in range(14, len(trace)):
         space = read_space(trace[:size])
@@ -100,7 +100,7 @@ def test_the_profilers_own_complaints_are_problems(build, trace):
         (gzip.compress(b"trace", mtime=0), "compressed by gzip"),
         (b"HloModule jit_f, entry_computation_layout={}", "the text of a program"),
         (b"\x08\x01", r"it starts with b'\\x08\\x01'"),
-        (bytes(200), "is no XSpace"),
+        (bytes(200), "is not an XSpace"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, content, message):

@@ -6,7 +6,7 @@ from typing import Final
 
 from stack_core.abi.errors import ArgumentError, UnknownName, nearest
 
-__all__ = ["CALIBRATIONS", "STREAM_BATCHES", "Calibration", "calibration"]
+__all__ = ["CALIBRATIONS", "STREAM_BATCHES", "Calibration", "calibration", "check_batches"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ CALIBRATIONS: Final = {
 STREAM_BATCHES: Final = 16
 """Default number of batches over which static ranges are measured."""
 
+_LEAST_BATCHES: Final = {"calibration_batches": 1, "evaluation_batches": 0}
+
 _DEFAULTS = {"absmax": (1.0,), "minmax": (1.0,), "percentile": (99.9,), "moving": (0.99,)}
 
 
@@ -71,6 +73,14 @@ def calibration(text: str) -> Calibration:
     if not (all(map(math.isfinite, arguments)) and _fits(name, arguments)):
         raise ArgumentError(f"Calibration {text!r} has arguments out of range. {CALIBRATIONS[name]}.")
     return Calibration(name, arguments)
+
+
+def check_batches(**counts: int) -> None:
+    """Raises an ArgumentError for a number of batches below 1 for calibration, or below 0 for evaluation."""
+    for name, count in counts.items():
+        least = _LEAST_BATCHES[name]
+        if not isinstance(count, int) or count < least:
+            raise ArgumentError(f"{name} is {count!r}; expected a whole number of at least {least}.")
 
 
 def _fits(name: str, arguments: tuple[float, ...]) -> bool:

@@ -17,7 +17,7 @@ from stack_core.abi.errors import ConversionError, StackError, nearest
 from stack_core.abi.formats import TrainedModel
 from stack_core.abi.model_formats import open_model
 from stack_core.report.markup import element
-from stack_quant.calibration import STREAM_BATCHES
+from stack_quant.calibration import STREAM_BATCHES, check_batches
 from stack_quant.errors import QuantError
 from stack_quant.evaluation import Evaluation
 from stack_quant.mixed.sensitivity import Candidate, Sensitivity, measure_sensitivity
@@ -137,9 +137,11 @@ def quantize_checkpoint(
       ConversionError: no format recognizes the directory, or `destination` exists.
       QuantError: parameters contain NaN or infinities (the message lists them), the recipe contradicts the recipe
         of the model's quantized training, or the budget is below the smallest types.
+      ArgumentError: a number of batches is too small.
       StackError: the recipe, the checkpoint or the data cannot be used.
     """
     # Before the model is read and measured, which may take long.
+    check_batches(calibration_batches=calibration_batches, evaluation_batches=evaluation_batches)
     if destination.exists():
         raise ConversionError(f"{destination} exists already and is not overwritten. Choose a new directory.")
     if (file := next((each for each in destination.parents if each.is_file()), None)) is not None:

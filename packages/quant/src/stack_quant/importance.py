@@ -19,7 +19,7 @@ import numpy as np
 from stack_core.abi.errors import ConversionError
 from stack_core.abi.model_formats import open_model
 from stack_quant.algorithms.stream import arguments_of
-from stack_quant.calibration import STREAM_BATCHES
+from stack_quant.calibration import STREAM_BATCHES, check_batches
 from stack_quant.checkpoint import first_batch
 from stack_quant.errors import QuantError
 from stack_quant.methods import method
@@ -103,6 +103,7 @@ def write_importance(
       QuantError: the data are empty, or inputs contain NaN or infinities.
       StackError: the checkpoint or the data cannot be used.
     """
+    check_batches(calibration_batches=batches)
     if destination.exists():
         raise ConversionError(f"{destination} exists already and is not overwritten. Choose a new file.")
     progress("reading the model", 0, 1)

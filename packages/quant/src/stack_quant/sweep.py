@@ -17,7 +17,7 @@ from stack_core.report.markup import Markup, breakable, element
 from stack_core.report.plots import Chart, Series
 from stack_core.report.svg import draw
 from stack_quant.algorithms import parse_algorithms
-from stack_quant.calibration import STREAM_BATCHES
+from stack_quant.calibration import STREAM_BATCHES, check_batches
 from stack_quant.checkpoint import check_finite, first_batch
 from stack_quant.errors import QuantError
 from stack_quant.evaluation import Evaluation
@@ -191,6 +191,7 @@ def sweep_checkpoint(
       QuantError: held-out data or training batches are missing, or parameters contain NaN or infinities.
       StackError: a recipe, type or algorithm does not exist.
     """
+    check_batches(calibration_batches=calibration_batches, evaluation_batches=evaluation_batches)
     if destination.exists():
         raise ConversionError(f"{destination} exists already and is not overwritten. Choose a new file.")
     schemes = selection.schemes()

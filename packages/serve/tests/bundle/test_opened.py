@@ -138,7 +138,7 @@ def _write_manifest(directory: Path, content: bytes) -> None:
 def test_no_bundle_is_no_damaged_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="holds no bundle"):
         bundle.load(tmp_path)
-    with pytest.raises(BundleError, match="is no directory"):
+    with pytest.raises(BundleError, match="is not a directory"):
         bundle.load(tmp_path / "none")
 
 
@@ -167,7 +167,7 @@ def test_one_for_another_platform_is_refused(digits: Path, monkeypatch: pytest.M
     ("inputs", "message"),
     [
         ({}, "'pixels' is missing"),
-        ({"pixels": images(1), "more": images(1)}, "'more' is no input"),
+        ({"pixels": images(1), "more": images(1)}, "'more' is not an input"),
         ({"pixels": images(1).astype("f8")}, "'pixels' has the dtype float64"),
         ({"pixels": images(1)[0]}, r"'pixels' has the shape \[64\]"),
         ({"pixels": images(1)[:, :63]}, r"'pixels' has the shape \[1, 63\]"),

@@ -101,7 +101,7 @@ def test_nobody_there_and_no_address() -> None:
             used(Endpoint(f"http://127.0.0.1:{port}"), Endpoint.models)
         assert failure.value.kind == "connection"
     for wrong in ("ftp://host/v1", "http://", "http://host:port"):
-        with pytest.raises(RequestFailed, match="is no address of a server"):
+        with pytest.raises(RequestFailed, match="is not the address of a server"):
             Endpoint(wrong)
 
 

@@ -34,6 +34,10 @@ def test_bundles_below_a_directory_are_listed_and_damaged_ones_named(digits: Pat
     main(["bundle", "ls", str(tmp_path), "--json"])
     bad, good = json.loads(capsys.readouterr().out)
     assert good["signatures"] == ["predict"] and good["bytes"] > 10_000 and "manifest.json" in bad["problem"]
+    (tmp_path / "empty").mkdir()
+    main(["bundle", "ls", str(tmp_path / "empty")])
+    assert "no bundle below" in capsys.readouterr().err
+    assert "none is not a directory" in refusal(capsys, "bundle", "ls", str(tmp_path / "none"))
 
 
 def test_a_bundle_tells_what_it_computes(digits: Path, capsys: Any) -> None:
@@ -93,4 +97,4 @@ def test_what_a_repository_does_not_have_is_refused(tmp_path: Path, capsys: Any)
     assert "either a model, or --repository" in refusal(capsys, "serve", "RUN", "--repository", str(tmp_path))
     serve = ("serve", "--repository", str(tmp_path))
     assert "--max-sequences: for language models only" in refusal(capsys, *serve, "--max-sequences", "3")
-    assert "is no directory" in refusal(capsys, "serve", "--repository", str(tmp_path / "none"))
+    assert "is not a directory" in refusal(capsys, "serve", "--repository", str(tmp_path / "none"))

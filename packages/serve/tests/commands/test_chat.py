@@ -103,6 +103,8 @@ def test_an_answer_that_fails_is_told(talk: Callable, model: str, message: str) 
         ("no/such/folder", {}, "is neither a directory or file nor the address of a server"),
         ("hf:some/model", {"model": "m"}, "Leave it out"),  # may be on the hub
         (".", {"model": "m"}, "Leave it out"),
+        (".", {"api_key": "k"}, "--api-key is sent to a server"),
+        (".", {"temperature": 0.0, "top_k": 5}, "--top-k has no effect with --temperature 0"),
         (".", {}, "holds no model of a known format"),
         *(
             (".", {name: value}, rf"--{name.replace('_', '-')} is {re.escape(str(value))}; expected")

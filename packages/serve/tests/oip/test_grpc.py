@@ -91,7 +91,7 @@ def test_health_is_grpcs_own(call: Any) -> None:
         (request(images(1)[:, 1:]), "INVALID_ARGUMENT", "Expected (pixels: float32[batch, 64])"),
         (request(images(1), model_name="digit"), "NOT_FOUND", "Did you mean 'digits'"),
         (request(images(1), model_version="4"), "NOT_FOUND", "Live versions: 1"),
-        (request(images(1), model_version="x"), "NOT_FOUND", "is no number"),
+        (request(images(1), model_version="x"), "NOT_FOUND", "is not a number"),
         (
             request(images(1), raw_input_contents=[b"more"]),
             "INVALID_ARGUMENT",

@@ -36,9 +36,9 @@ def site() -> Iterator[str]:
 
 def test_a_remote_image_is_fetched_only_if_allowed(site: str) -> None:
     assert ImageLoader(remote=True, max_bytes=10).load(f"{site}/image.png") == DATA
-    with pytest.raises(GenerationError, match=r"is no data URL.*--remote-images"):
+    with pytest.raises(GenerationError, match=r"is not a data URL.*--remote-images"):
         ImageLoader(remote=False, max_bytes=10).load(f"{site}/image.png")
-    with pytest.raises(GenerationError, match=r"is no data URL"):
+    with pytest.raises(GenerationError, match=r"is not a data URL"):
         ImageLoader(remote=True, max_bytes=10).load("file:///etc/hostname")
 
 

@@ -67,8 +67,8 @@ def test_weights_that_do_not_fit_are_refused_with_the_reason(serve: Callable[...
     for path, message in (
         ("unreadable", "unreadable cannot be read."),
         ("3", "The new parameters do not match the model."),
-        ("missing", "missing is no path on the server's machine."),
-        ("hf:org/model", "hf:org/model is no path on the server's machine."),
+        ("missing", "missing is not a path on the server's machine."),
+        ("hf:org/model", "hf:org/model is not a path on the server's machine."),
         ("s3://bucket/run", "'s3://bucket/run' is an address of remote storage"),
     ):
         error = server.refused(PATH, model_path=path)

@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 C = TypeVar("C")
+_PLAIN = {"dataclass_type": "Input should be a section of keys", "unexpected_keyword_argument": "The key is unknown"}
 _UNION_TYPE = re.compile(r"^[A-Z]\w*$|\[.*\]$")  # such as "NamedRemat" and "literal['none','full']"
 
 LocalPath = Annotated[str, pydantic.AfterValidator(lambda path: str(local_path(path)))]
@@ -234,7 +235,7 @@ def apply_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dic
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not all(path.split(".")):
-            raise ConfigError(f"Override {override!r} is not of the form section.key=value.")
+            raise ConfigError(f"Override {override!r} is not of the form section.key=value, such as run.steps=300.")
         *parents, leaf = path.split(".")
         section = result
         for parent in parents:
@@ -469,8 +470,8 @@ def _explain(error: pydantic.ValidationError, path: str) -> str:
         if problem["type"] in ("missing", "missing_keyword_only_argument"):
             problems[f"{where} is missing; it has no default.", ""] = []
             continue
-        message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
-        message = "Input should be a section of keys" if problem["type"] == "dataclass_type" else message
+        message = _PLAIN.get(problem["type"], problem["msg"]).removeprefix("Value error, ").removesuffix(".")
+        message = message.replace("Unable to extract tag using discriminator", "The section lacks the key")
         problems.setdefault((f"{where}: ", f" (given {problem['input']!r})."), []).append(message)
     texts = {key: ", or ".join(each).replace(", or Input should be ", ", or ") for key, each in problems.items()}
     return "\n".join(start + text + end for (start, end), text in texts.items())

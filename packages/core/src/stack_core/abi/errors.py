@@ -234,5 +234,5 @@ class Interrupted(TrainingError): ...
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns " Did you mean 'x'?" for the known names closest to `name`, or "" if none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    matches = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.6)  # in YAML a name may be a number
     return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""

@@ -95,6 +95,6 @@ def find_format(address: str, ability: type[Format]) -> tuple[Format, Path]:
             f"{address} could be of the formats {' and '.join(found)}. Say which, as in {found[0]}:{address}."
         )
     if not found:
-        problem = "holds no model of a known format" if directory.is_dir() else "is no directory"
+        problem = "holds no model of a known format" if directory.is_dir() else "is not a directory"
         raise ConversionError(f"{address} {problem}. Formats: {known}.{hub_advice(address)}")
     return formats[found[0]], directory

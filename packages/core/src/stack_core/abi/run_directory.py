@@ -114,7 +114,7 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunDirectoryError(f"The run directory {self.path} cannot be made: {error}") from error
+            raise RunDirectoryError(f"Directory {self.path} cannot be created: {error}. Set another output.") from error
         with self._opened_lock(os.O_RDWR | os.O_CREAT) as descriptor:
             self._acquire(descriptor)
             try:

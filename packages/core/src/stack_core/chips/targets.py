@@ -99,8 +99,8 @@ class Target:
             )
         if match[3] is not None and (match[1] not in _TPUS or int(match[3]) < 1):
             raise HardwareError(
-                f"Target {self.name!r}: *{match[3]} is no number of slices. TPUs take *1 or more, as in v5p:4x4x4*2; "
-                "for GPUs the number of slices is the first size, as in h100:2x1x8."
+                f"Target {self.name!r}: *{match[3]} is not a number of slices. TPUs take *1 or more, as in "
+                "v5p:4x4x4*2; for GPUs the number of slices is the first size, as in h100:2x1x8."
             )
         check = self._check_torus if match[1] in _TPUS else self._check_hosts
         check()

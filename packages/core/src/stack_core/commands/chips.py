@@ -5,8 +5,9 @@ import dataclasses
 import json as json_format
 import sys
 import threading
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +32,7 @@ _COLUMNS = (
 )
 
 
-def chips(*, json: bool = False) -> None:
+def chips(*, json: Annotated[bool, Parameter(negative=())] = False) -> None:
     """List chips: dense peaks, memory, bandwidths and their sources. Devices of this machine are marked.
 
     Rows that need a measurement, such as the CPU's, are measured once per machine, if the device is present.

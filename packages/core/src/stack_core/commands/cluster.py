@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from stack_core.abi.errors import ClusterError
 from stack_core.runtime.goodput import share_of_training
@@ -72,7 +73,14 @@ def logs(run: Path, /, *, host: int | None = None) -> None:
                 print(f"host {number}: {line}")
 
 
-def join(address: str, /, *, token_file: Path, host: int | None = None, orphan_s: float = 60.0) -> None:
+def join(
+    address: str,
+    /,
+    *,
+    token_file: Path,
+    host: Annotated[int | None, Parameter(validator=Number(gte=0))] = None,
+    orphan_s: Annotated[float, Parameter(validator=Number(gt=0))] = 60.0,
+) -> None:
     """Join this host to a run that uses the launcher "joined"; returns when the run ends.
 
     Args:

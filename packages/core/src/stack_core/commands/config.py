@@ -4,6 +4,9 @@ import dataclasses
 import json as json_format
 import textwrap
 from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from stack_core.abi.errors import UnknownName, nearest
 from stack_core.commands.config_keys import Key, config_keys, reads_config
@@ -13,7 +16,7 @@ __all__ = ["explain", "keys"]
 _COLUMNS = 110
 
 
-def keys(prefix: str = "", /, *, command: str = "train", json: bool = False) -> None:
+def keys(prefix: str = "", /, *, command: str = "train", json: Annotated[bool, Parameter(negative=())] = False) -> None:
     """List the keys that a config file accepts: stack config keys run
 
     Args:
@@ -34,7 +37,7 @@ def keys(prefix: str = "", /, *, command: str = "train", json: bool = False) -> 
     print(f"{len({key.name for key in found})} keys. `stack config explain KEY` prints the whole text of one.")
 
 
-def explain(key: str, /, *, command: str = "train", json: bool = False) -> None:
+def explain(key: str, /, *, command: str = "train", json: Annotated[bool, Parameter(negative=())] = False) -> None:
     """Explain a config key: stack config explain run.steps
 
     Args:

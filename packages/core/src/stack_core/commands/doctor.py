@@ -3,7 +3,10 @@
 import dataclasses
 import json as json_format
 import sys
+from typing import Annotated
 
+from cyclopts import Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.text import Text
 
@@ -15,7 +18,11 @@ _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold 
 _STATUS_WIDTH = max(map(len, STATUSES)) + 2
 
 
-def doctor(*, json: bool = False, timeout_s: float = 90.0) -> None:
+def doctor(
+    *,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    timeout_s: Annotated[float, Parameter(validator=Number(gt=0))] = 90.0,
+) -> None:
     """Check Python, packages, JAX, plugins, devices, memory and environment variables, and suggest fixes.
 
     Exits with status 1 if there is a problem; notes and warnings do not count.
@@ -54,5 +61,5 @@ def _lines(finding: Finding) -> Text:
 
 def _summary(findings: list[Finding]) -> str:
     counts = {status: sum(finding.status == status for finding in findings) for status in reversed(STATUSES)}
-    told = [f"{count} {status}{'s' * (count > 1)}" for status, count in counts.items() if count and status != "ok"]
-    return f"\n{', '.join(told)}." if told else "\nEverything is as it should be."
+    parts = [f"{count} {status}{'s' * (count > 1)}" for status, count in counts.items() if count and status != "ok"]
+    return f"\n{', '.join(parts)}." if parts else "\nNo problems were found."

@@ -25,6 +25,7 @@ def named_function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     Raises:
       UnknownName: the file or the function does not exist, or the function lacks arguments.
+      ArgumentError: the file raises an error.
     """
     path, separator, name = target.rpartition(":")
     if not separator or not Path(path).is_file():
@@ -35,7 +36,12 @@ def named_function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except StackError:
+        raise
+    except Exception as error:  # A user's file may raise anything.
+        raise ArgumentError(f"{path!r} cannot be run: {_described(error, path)}") from error
     fn = getattr(module, name, None)
     if not callable(fn):
         functions = [each for each, value in vars(module).items() if callable(value)]
@@ -56,14 +62,19 @@ def tracing(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None
         raise
     except Exception as error:  # A user's function may raise anything.
         file = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", None)
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if frame.filename == file]
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         given = ", ".join(map(_type_of, arguments)) or "no arguments"
         raise ArgumentError(
-            f"The function cannot be traced for ({given}): {type(error).__name__}{(lines or [''])[-1]}: {reason[:300]} "
+            f"The function cannot be traced for ({given}): {_described(error, file)} "
             f"Check its arguments; on a command line {_ARGUMENTS}() returns them."
         ) from error
+
+
+def _described(error: Exception, file: str | None) -> str:
+    """Returns the type of an error, its last line in a file, and the first line of its message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if frame.filename == file]
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}{(lines or [''])[-1]}: {reason[:300]}"
 
 
 def _type_of(argument: Any) -> str:

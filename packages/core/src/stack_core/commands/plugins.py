@@ -6,6 +6,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from stack_core.abi import plugins as loaded
 from stack_core.abi.hookspecs import REGISTRY_KINDS
@@ -14,7 +17,7 @@ from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR
 __all__ = ["plugins"]
 
 
-def plugins(*, json: bool = False) -> None:
+def plugins(*, json: Annotated[bool, Parameter(negative=())] = False) -> None:
     """List plugins with distribution, version, ABI, and registered names or the reason for leaving one out.
 
     Args:

@@ -47,10 +47,16 @@ class ProcessesConfig:
         """Returns the settings with each None replaced from the environment.
 
         Raises:
-          ConfigError: the id is missing or not below `count`, or the address is malformed.
+          ConfigError: the id is missing or not below `count`, the address is malformed, or the count is missing.
         """
-        count = self.count or _number(environ, "JAX_NUM_PROCESSES") or 1
-        if count == 1:
+        known = self.count or _number(environ, "JAX_NUM_PROCESSES")
+        if known is None and (given := [name for name in ("id", "coordinator") if getattr(self, name) is not None]):
+            raise ConfigError(
+                f"processes.{given[0]} is {getattr(self, given[0])!r}, but the number of processes is not set. Set "
+                f"processes.count or JAX_NUM_PROCESSES, or leave processes.{given[0]} out."
+            )
+        count = known or 1
+        if count == 1 and not self.id:
             return Place(0, 1, "", self.start_timeout_s, self.heartbeat_timeout_s)
         found = (self.id, _number(environ, "JAX_PROCESS_ID"), _number(environ, "SLURM_PROCID"))
         process = next((each for each in found if each is not None), None)

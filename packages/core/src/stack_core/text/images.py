@@ -245,7 +245,7 @@ def data_of_url(url: str) -> bytes:
     """
     header, comma, data = url.partition(",")
     if not header.startswith("data:"):
-        raise GenerationError(f"The image {url[:60]!r} is no data URL. Send its contents: data:image/png;base64,...")
+        raise GenerationError(f"The image {url[:60]!r} is not a data URL. Send its contents: data:image/png;base64,...")
     if not comma or not header.startswith("data:image/") or not header.endswith(";base64"):
         raise GenerationError(f"The data URL begins with {header[:60]!r}; expected data:image/TYPE;base64,...")
     try:

@@ -98,9 +98,9 @@ def explain_failure(
     if is_ignored:
         return (
             f"This machine has an NVIDIA GPU that JAX does not use: {details} Install stack-core[cuda13], or set "
-            "JAX_PLATFORMS=cpu to try the CPU; `stack doctor` says what is missing."
+            "JAX_PLATFORMS=cpu to try the CPU; `stack doctor` lists what is missing."
         )
-    return f"JAX cannot use the device: {details} `stack doctor` says what is missing."
+    return f"JAX cannot use the device: {details} `stack doctor` lists what is missing."
 
 
 def _several(kinds: Sequence[str]) -> str:

@@ -39,6 +39,9 @@ def bench_compile(
     from stack_kernels.laboratory.table import CHIPS
     from stack_kernels.laboratory.table import implementations as of_stack
 
+    for path in (json, table):
+        if path is not None and not path.parent.is_dir():
+            raise BenchmarkError(f"{str(path)!r} cannot be written: there is no directory {str(path.parent)!r}.")
     wanted_chips = _chosen("chips", chips, registries.chips.names(), CHIPS)
     names = _chosen("implementations", implementations, registries.ops.names(), of_stack())
     console = Console(highlight=False, soft_wrap=True)

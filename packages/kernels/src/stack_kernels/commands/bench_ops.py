@@ -208,14 +208,14 @@ def _print_comparison(
     counts = Counter(comparison.verdict for comparison in comparisons)
     listing = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     print(
-        f"Beside the baseline of {baseline.date[:10]}: {listing}; beyond {tolerance:.0%}, at {CONFIDENCE:.0%} "
-        "confidence for all of them together."
+        f"Compared with the baseline of {baseline.date[:10]}: {listing}; changes beyond {tolerance:.0%}, at "
+        f"{CONFIDENCE:.0%} confidence for all calls together."
     )
     if counts["too few rounds"]:
-        print(f"Fewer rounds than it takes to tell {len(comparisons)} calls apart; raise --rounds.")
+        print(f"Too few rounds for a significant result on {len(comparisons)} calls; raise --rounds.")
     for name, number in baseline.versions.items():
         if found.versions.get(name) != number:
-            print(f"{name} was {number} and is {found.versions.get(name)}: the reference may have another speed too.")
+            print(f"{name} was {number} and is {found.versions.get(name)}: the reference's speed may differ, too.")
     for comparison in comparisons:
         if comparison.verdict == "slower" and comparison.before is not None:
             before, now = comparison.before, comparison.now

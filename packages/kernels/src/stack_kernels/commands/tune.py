@@ -25,13 +25,14 @@ __all__ = ["tune"]
 # 128 + SIGINT, the exit status that shells report.
 _INTERRUPTED = 130
 _BUSY_CPUS = 0.25
+_BUDGET_S = 60.0
 
 
 def tune(
     target: str | None = None,
     /,
     *,
-    budget_s: float = 60.0,
+    budget_s: float | None = None,
     tables: Path | None = None,
     again: Annotated[bool, Parameter(negative=())] = False,
     clear: Annotated[bool, Parameter(negative=())] = False,
@@ -48,7 +49,7 @@ def tune(
 
     Args:
       target: the function to tune.
-      budget_s: seconds to measure, compilations included.
+      budget_s: seconds to measure, compilations included (60).
       tables: folder for the results, by default the first one that STACK_TUNED_TABLES names or .stack/tuned; set
         STACK_TUNED_TABLES to this folder to use the results.
       again: repeat measurements that the table already has.
@@ -57,13 +58,14 @@ def tune(
       export: finally write all measurements of this chip to this file; in a folder, under the chip's name.
       json: print machine-readable results.
     """
+    _check_options(target, budget_s, again=again)
+    found = _read(merge or ())  # before anything is deleted
     if clear:
         _clear(tables)
-    if merge:
-        _merge(merge, tables)
+    _merge(found, tables)
     status = 0
     if target is not None:
-        status = _tuned(target, budget_s, tables, again=again, json=json)
+        status = _tuned(target, _BUDGET_S if budget_s is None else budget_s, tables, again=again, json=json)
     if export is not None and status in (0, _INTERRUPTED):
         table = _local_table(tables)
         table.write(export / table.chip.file_name if export.is_dir() else export)
@@ -71,6 +73,15 @@ def tune(
         _print_known(tables, json=json)
     if status:
         sys.exit(status)
+
+
+def _check_options(target: str | None, budget_s: float | None, *, again: bool) -> None:
+    """Raises a TuningError for a budget that is not positive, and for options without effect."""
+    if budget_s is not None and not budget_s > 0:
+        raise TuningError(f"--budget-s is {budget_s:g}. Give a number of seconds above 0.")
+    if target is None and (again or budget_s is not None):
+        name = "--again" if again else "--budget-s"
+        raise TuningError(f"{name} is for measurements. Name the function to tune, FILE.py:fn, or leave {name} out.")
 
 
 def _tuned(target: str, budget_s: float, tables: Path | None, *, again: bool, json: bool) -> int:
@@ -124,11 +135,16 @@ def _clear(folder: Path | None) -> None:
         console.print(f"deleted {file}", markup=False)
 
 
-def _merge(files: Sequence[Path], folder: Path | None) -> None:
+def _read(files: Sequence[Path]) -> "list[Table]":
+    from stack_kernels.tuning.tables import Table
+
+    return [Table.read(file) for file in files]
+
+
+def _merge(tables: "Sequence[Table]", folder: Path | None) -> None:
     from stack_kernels.tuning.tables import Table, local_table_path
 
-    for file in files:
-        table = Table.read(file)
+    for table in tables:
         path = local_table_path(table.chip, folder)
         known = Table.read(path) if path.exists() else Table(table.chip)
         known.merge(table).write(path)

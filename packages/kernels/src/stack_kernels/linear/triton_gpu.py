@@ -90,7 +90,7 @@ def reasons_against(x: Any, weight: Any) -> dict[str, bool]:
         "it takes no codebook": view.codebook is not None,
         f"it is for {_MAX_ROWS} rows or fewer, not {rows}": rows > _MAX_ROWS,
         "a weight has 2**31 codes or more": d_in * d_out >= 2**31,
-        f"d_out={d_out} is no multiple of {_WIDTHS[-1]}": d_out % _WIDTHS[-1] != 0 or d_in * d_out == 0,
+        f"d_out={d_out} is not a multiple of {_WIDTHS[-1]}": d_out % _WIDTHS[-1] != 0 or d_in * d_out == 0,
         f"codes of a column that share a scale are a multiple of {_DEPTHS[-1]}": not any(tiles_of(weight)),
     }
 

@@ -175,7 +175,7 @@ class Table:
         try:
             content = json.loads(Path(path).read_bytes())
         except OSError as error:
-            raise TuningError(f"The tuned table {str(path)!r} cannot be read: {error}.") from error
+            raise TuningError(f"The tuned table {str(path)!r} cannot be read: {error}. Name another.") from error
         except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
             raise TuningError(
                 f"The tuned table {str(path)!r} is damaged: {error}. Delete it, and tune again."

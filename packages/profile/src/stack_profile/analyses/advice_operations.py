@@ -265,7 +265,7 @@ def _exposed(trace: Trace, devices: Sequence[Ops]) -> Iterator[Finding]:
         yield Finding(
             "exposed collectives",
             exposed_s,
-            f"{kinds}: {number('_s', exposed_s)} of {number('_s', time_s)} run beside no other operation",
+            f"{kinds}: no other operation runs during {number('_s', exposed_s)} of {number('_s', time_s)}",
             "Overlap them with computation: XLA's latency-hiding scheduler, a larger batch per device, or a mesh whose "
             "axis sends less.",
             line,

@@ -227,16 +227,16 @@ def _notes(trace: Trace, found: Sequence[Collectives], axes: Axes, links: float 
         yield "No data: the trace has no operations of any device."
         return
     if not found:
-        yield "No collective ran: what devices sent each other is zero, not unknown."
+        yield "No collective ran: devices sent each other nothing (zero, not unknown)."
         return
-    yield "Times are sums over the devices, bytes those of one device; exposed is where a device runs nothing else."
+    yield "Times are sums over the devices, bytes are per device; in exposed time, a device runs nothing else."
     if len(trace.devices) == 1:
-        yield "The trace has one device: how long it waited for others is not known, and its rate includes it."
+        yield "The trace has one device: its waits for other devices are unknown, and its rate includes them."
     if any(each.kind.sent_bytes is None for each in found):
-        yield "Where the trace lacks a program, or XLA cannot read it, collectives are known by their names alone."
+        yield "If the trace lacks a program, or XLA cannot read it, its collectives have only names."
     elif not axes.sizes:
         yield "The trace does not name the axes of its mesh; --mesh fsdp=4,tensor=2 does."
     if links is None:
-        yield "The bandwidth of the chip's links is not known; --chip names a chip, `stack chips` lists them."
+        yield "The bandwidth of the chip's links is unknown; --chip names a chip of `stack chips`."
     if any("-start" in each.operation.name for each in found):
-        yield "An asynchronous collective ends where the program waits for it; it may have been faster than its rate."
+        yield "An asynchronous collective ends when the program waits for it; it may have been faster than its rate."

@@ -82,15 +82,15 @@ def compilations(trace: Trace) -> Answer[CompileRow]:
 
 def _notes(rows: Sequence[CompileRow]) -> Iterator[str]:
     if not rows:
-        yield "No data: the trace holds no program, and no compilation happened while it was captured."
+        yield "No data: the trace has no program, and nothing was compiled during the capture."
         return
-    yield "Programs are those that were loaded while it was captured; compilations those that happened then."
+    yield "Programs that were loaded, and compilations that took place, during the capture."
     if rows[0].compilations is None:
-        yield "The trace has no events of the host: whether anything was compiled meanwhile is not known."
+        yield "The trace has no events of the host: the number of compilations is unknown."
     if any(row.programs > 1 and not row.why for row in rows):
         yield (
-            "Where nothing is said, the arguments are alike: the functions are different ones of one name, a static "
-            "argument or a closed-over value differs, or jax.jit was called anew."
+            "Programs without a reason have equal arguments: their functions share a name, a static argument or a "
+            "closed-over value differs, or jax.jit was called again."
         )
 
 

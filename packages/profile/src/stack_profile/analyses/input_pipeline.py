@@ -274,12 +274,12 @@ def _totals(parts: Sequence[InputProcess], rows: Sequence[InputRow], wait: Input
 
 def _notes(parts: Sequence[InputProcess], rows: Sequence[InputRow], wait: InputWait | None) -> Iterator[str]:
     if not parts:
-        yield "No data: steps are not known, and so not what happened between them."
+        yield "No data: steps are unknown, and thus also the time between them."
         return
     if wait is None:
         yield (
-            "No data: how the program gets its input is not known. The trace shows stages of Grain, which it has none "
-            f'of, and what stands in `with jax.profiler.TraceAnnotation("{ANNOTATION}")`.'
+            "No data: the trace has neither stages of Grain nor blocks marked by "
+            f'`with jax.profiler.TraceAnnotation("{ANNOTATION}")`. Mark the code that fetches a batch.'
         )
         return
     yield (
@@ -291,8 +291,8 @@ def _notes(parts: Sequence[InputProcess], rows: Sequence[InputRow], wait: InputW
     if work:
         most = max(work, key=lambda row: row.self_s - row.waited_s)
         yield (
-            f"Beside the program most work is in {most.stage}: {number('_s', most.call_self_s)} a call, "
-            f"{most.threads} threads."
+            f"The stage with the most work parallel to the program is {most.stage}: "
+            f"{number('_s', most.call_self_s)} a call, {most.threads} threads."
         )
     if any(row.kind == "prefetch" and "num_threads=0" in row.detail for row in rows):
-        yield "A prefetch without threads does the work of the stages before it itself, which is in its time."
+        yield "The time of a prefetch without threads includes the work of its earlier stages."

@@ -243,11 +243,11 @@ def _totals(program: Program, assignment: Assignment) -> dict[str, Any]:
 
 
 def _notes(program: Program, assignment: Assignment) -> Iterator[str]:
-    yield "Shares are of all memory of one device while the program runs, total; donated arguments hold outputs too."
+    yield "Shares are fractions of one device's memory while the program runs (total); donated arguments hold outputs."
     if assignment.elsewhere_bytes:
         yield f"{number('_bytes', assignment.elsewhere_bytes)} are in other memory, a TPU's VMEM or the host's."
     if not assignment.schedules:
-        yield "XLA kept no schedule of the temporaries: which are alive at one time is not known."
+        yield "XLA stored no schedule of the temporaries: their lifetimes are unknown."
     # A fused instruction runs inside of its fusion, which is in the list.
     calls = [each for each in program.instructions.values() if not each.fused and each.opcodes & set(_LIBRARIES)]
     if calls:

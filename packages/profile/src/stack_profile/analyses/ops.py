@@ -204,12 +204,12 @@ def _notes(devices: tuple[Ops, ...], stack_frames: int) -> Iterable[str]:
             "functions that are interpreted, and those under jax.disable_jit, have no events."
         )
         return
-    yield "Shares are of the time in which any operation ran, busy. Attributed is what has a Python line."
+    yield "Shares are fractions of the busy time, in which any operation ran. Attributed time has a Python line."
     totals = [total for each in devices for total in each.totals()]
     without = [total for total in totals if total[0].instruction is None]
     for reason, found in (
         (
-            "executions are of programs whose HLO the trace lacks: they have only names and times",
+            "executions belong to programs whose HLO the trace lacks: they have only names and times",
             [total for total in without if total[0].program is None and not total[0].beside and not total[0].kernel],
         ),
         (

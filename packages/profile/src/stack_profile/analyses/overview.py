@@ -255,18 +255,18 @@ def _notes(trace: Trace, device: str | None, rows: Sequence[OverviewRow], waits:
         yield "No data: the trace has no operations of any device."
         return
     if not rows:
-        yield "Steps are not known: the events of this trace do not say which execution of a program they are of."
+        yield "Steps are unknown: the events of this trace do not identify the executions of a program."
         return
     idle = f"{number('_s', waits.inside_s + waits.outside_s)} idle from the first step to the last"
     if not waits.known:
-        yield f"{idle}; what the host did is not known, for the trace has no events of the host."
+        yield f"{idle}; the trace has no events of the host, so its activity is unknown."
         return
     yield (
-        f"{idle}: {number('_s', waits.inside_s)} of them while the host was in JAX (tracing, compiling, dispatching), "
-        f"{number('_s', waits.outside_s)} while it was not (input, logging, other Python)."
+        f"{idle}: {number('_s', waits.inside_s)} while the host was in JAX (tracing, compiling, dispatching), "
+        f"{number('_s', waits.outside_s)} while it was elsewhere (input, logging, other Python)."
     )
     if waits.input_s is not None:
-        yield f"{number('_s', waits.input_s)} of it while the program waited for input, see `input_pipeline`."
+        yield f"{number('_s', waits.input_s)} idle while the program waited for input, see `input_pipeline`."
     if waits.by_name:
         listed = ", ".join(f"{name} {number('_s', seconds)}" for name, seconds in waits.by_name)
         yield f"Host events in the idle time: {listed}."
@@ -277,4 +277,4 @@ def _notes(trace: Trace, device: str | None, rows: Sequence[OverviewRow], waits:
         )
     heaviest = ops(trace, by="category", device=device).rows[:_SHOWN]
     listed = ", ".join(f"{row.name} {number('_share', row.busy_share)}" for row in heaviest)
-    yield f"Of the busy time: {listed}."
+    yield f"Shares of the busy time: {listed}."

@@ -228,7 +228,7 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
     name = None if kind is None else row_name(str(kind))
     if name is None:
         what = "The trace does not name its chip" if kind is None else f"No row is registered for the chip {kind!r}"
-        return None, f"{what}, so its peaks are not known: name one with --chip, `stack chips` lists them."
+        return None, f"{what}, so its peaks are unknown: name one with --chip, `stack chips` lists them."
     if not callable(registries.chips[name]):
         chip = _registered_chip(name)
         return chip, f"Peaks: {chip.provenance}."
@@ -236,7 +236,7 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
     here = (machine.cpu_model(), machine.usable_cores())
     there = (trace.about.get("cpu", here[0]), trace.about.get("cores", here[1]))
     if there != here:
-        return None, f"The trace is of {there[1]} cores of {there[0]}, this machine is another: peaks are not known."
+        return None, f"The trace is from another machine ({there[1]} cores of {there[0]}): its peaks are unknown."
     chip = _registered_chip(name)
     return chip, f"Peaks of this machine, {chip.provenance}."
 
@@ -341,13 +341,13 @@ def _notes(rows: Sequence[RooflineRow], unreadable: Sequence[str]) -> Iterator[s
         yield "No data: the trace has no operations of any device."
         return
     yield (
-        "Ideal is the time at the chip's peaks; bytes leave caches aside, so that it can pass 100% of self. Counted is "
-        "the time of operations whose FLOPs and bytes are known; the others are in no sum but busy."
+        "Ideal is the time at the chip's peaks. Bytes ignore caches, so it can exceed 100% of self. Counted is the "
+        "time of operations with known FLOPs and bytes; other operations count only as busy."
     )
     if unreadable:
-        yield f"This version of XLA cannot read {', '.join(unreadable)}: the costs of their operations are not known."
+        yield f"This version of XLA cannot read {', '.join(unreadable)}: the costs of their operations are unknown."
     uncounted = [row.name for row in rows if row.flops is None and row.traffic_bytes is not None]
     if uncounted:
-        yield f"Custom calls do not say their FLOPs, which are in no sum: {', '.join(uncounted[:5])}."
+        yield f"Custom calls do not report their FLOPs, which the sums omit: {', '.join(uncounted[:5])}."
     if any(row.runs_expected is None and row.flops for row in rows):
-        yield "Of loops whose trips only the run decides, what the trace shows is counted, and no run is expected."
+        yield "Loops with a data-dependent number of iterations count as traced, without an expected number of runs."

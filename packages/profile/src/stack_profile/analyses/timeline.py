@@ -239,8 +239,8 @@ def _totals(ops: Ops, steps: Sequence[Step], window: _Window, items: Items) -> d
 
 
 def _notes(trace: Trace, device: str | None, window: _Window) -> Iterator[str]:
-    yield "A span is named by most of what it is; self and idle times sum to the window, of which the shares are."
+    yield "A span has the name of its longest part; self and idle times sum to the window; shares are fractions of it."
     if device is None and len(trace.devices) > 1:
-        yield f"The first of {len(trace.devices)} devices; --device names another."
+        yield f"The first of {len(trace.devices)} devices; --device selects another."
     if window.step is None:
-        yield f"{number('_s', window.duration_ps * PICOSECOND)} that are no step: none was asked for, or none is known."
+        yield f"A window of {number('_s', window.duration_ps * PICOSECOND)}, not a step: none was selected or known."

@@ -130,8 +130,8 @@ def _totals(rows: Sequence[TransferRow], formation: Formation) -> dict[str, Any]
 
 def _notes(rows: Sequence[TransferRow]) -> Iterator[str]:
     yield (
-        "Bytes are those that one host sends to others, times are means of the hosts. Slack is the time in which other "
-        "operations hide a collective, stall the rest, with the wait for the last host."
+        "Bytes are sent by one host to others, times are means over hosts. Slack is the time in which other operations "
+        "hide a collective; stall is the rest, including the wait for the last host."
     )
     if not any(row.slack_s > 0.01 * row.stall_s for row in rows):
-        yield "No operation runs beside these collectives, so nothing hides them."
+        yield "No other operation runs during these collectives, so nothing hides them."

@@ -84,7 +84,7 @@ def _directory() -> Path:
         raise CaptureError(f"The directory of addresses cannot be made: {error}. Set XDG_RUNTIME_DIR.") from error
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise CaptureError(
-            f"{str(path)!r} would tell others how to reach this process: it must be a directory of yours that nobody "
-            "else may enter (mode 700). Remove it, or set XDG_RUNTIME_DIR."
+            f"{str(path)!r} must be your directory with mode 700, because its files give access to this process. "
+            "Remove it, or set XDG_RUNTIME_DIR."
         )
     return path

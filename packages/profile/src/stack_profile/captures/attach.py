@@ -70,8 +70,8 @@ def address_of(pid: int) -> Address:
     if pid not in listening:
         others = ", ".join(map(str, sorted(listening))) or "none"
         raise CaptureError(
-            f"No process {pid} of yours listens; those that do: {others}. Start it with `stack profile run --listen`, "
-            "`profile: {listen: true}` in a run, or stack_profile.listen()."
+            f"No process {pid} of yours listens; listening processes: {others}. Start it with "
+            "`stack profile run --listen`, `profile: {listen: true}` in a run, or stack_profile.listen()."
         )
     return listening[pid]
 
@@ -96,8 +96,8 @@ def find_processes(text: str) -> list[Address]:
     if not found:
         listed = "; ".join(f"{each.pid} ({each.run or ' '.join(each.command)})" for each in listening) or "none"
         raise CaptureError(
-            f"{text!r} is neither the number of a process that listens, nor the directory of such a run, nor the "
-            f"address of such a server on this machine. Processes that listen: {listed}."
+            f"{text!r} is not the ID of a listening process, the directory of a listening run, or the address of a "
+            f"listening server on this machine. Listening processes: {listed}."
         )
     return found
 

@@ -58,7 +58,8 @@ def capture(
       python_heap: whether memray tracks the allocations of Python code, which slows it.
 
     Raises:
-      CaptureError: `stacks_hz` is negative or over 1000, or `python_heap` needs memray, which is not installed.
+      CaptureError: `host_tracer_level` is unknown, `stacks_hz` is negative or over 1000, or `python_heap` needs memray,
+        which is not installed.
     """
     return Capture(
         Path(out),
@@ -90,6 +91,8 @@ class Capture(contextlib.ContextDecorator):
         python_heap: bool = False,
         ring: Ring | None = None,
     ) -> None:
+        if host_tracer_level not in (1, 2, 3):
+            raise CaptureError(f"host_tracer_level is {host_tracer_level!r}; expected 1, 2 or 3.")
         self._arguments: dict[str, Any] = {
             "name": name,
             "process": process,

@@ -80,7 +80,8 @@ class Listener:
             self._server = _Server((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
             raise CaptureError(
-                f"Cannot listen on port {port} of {LOOPBACK}: {error}. Name another, or 0 for any that is free."
+                f"Cannot listen on port {port} of {LOOPBACK}: {str(error).rstrip('.')}. Name another port, or 0 for "
+                "any free one."
             ) from error
         self._server.listener = self
         place = os.getpid(), self._server.server_address[1]

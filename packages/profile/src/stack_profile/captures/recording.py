@@ -101,15 +101,15 @@ class Recording:
           CaptureError: the recording was lost to another user of the profiler.
         """
         if self._stopping is None:
-            raise CaptureError("The capture holds nothing: another one took the profiler.")
+            raise CaptureError("The capture is empty: another capture used the profiler.")
         self.wait_until_off()
         # Not before: until recording is off, it slows the program down.
         self._stopping.lower_priority()
         self._stopping.join()
         if self._data is None:
             raise CaptureError(
-                f"The capture holds nothing: {self._error} While it ran, the profiler was another's, perhaps that of "
-                "jax.profiler.start_trace or of a profiler server."
+                f"The capture is empty: {self._error} Meanwhile the profiler was in use, perhaps by "
+                "jax.profiler.start_trace or a profiler server."
             ) from self._error
         return self._data
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from stack_core.abi.plugins import registries
 from stack_profile.answer import Answer
-from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, TracePath, show
+from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, TracePath, check_formats, show
 from stack_profile.errors import ProfileError
 from stack_profile.traces.short_paths import short_paths
 from stack_profile.traces.trace import load_trace
@@ -37,6 +37,7 @@ def command(name: str, analysis: Callable[..., Answer[Any]]) -> Callable[..., No
     def run(
         trace: TracePath, /, *, limit: Limit = 20, json: PrintJson = False, csv: PrintCsv = False, **arguments: Any
     ) -> None:
+        check_formats(json=json, csv=csv)
         loaded = load_trace(trace)
         answer = analysis(loaded, **arguments)
         show(answer, limit=limit, json=json, csv=csv, shorten=short_paths(loaded).text)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stack_core.commands.named_function import named_function
-from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, show
+from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, check_formats, show
 from stack_profile.comparisons.costs import compiled_costs
 
 __all__ = ["costs"]
@@ -29,6 +29,7 @@ def costs(
       out: also write the costs to this file, for a later gate.
       compilations: number of compilations; their times show the variation.
     """
+    check_formats(json=json, csv=csv)
     fn, arguments = named_function(target)
     found = compiled_costs(fn, *arguments, compilations=compilations)
     if out is not None:

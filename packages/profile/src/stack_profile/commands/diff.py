@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from stack_profile.answer import Answer, share_of
-from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, TracePath, show
+from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, TracePath, check_formats, show
 from stack_profile.comparisons.comparison import DiffGrouping
 from stack_profile.comparisons.diff import MIN_CHANGE
 from stack_profile.comparisons.diff import diff as difference
@@ -47,6 +47,7 @@ def diff(  # noqa: PLR0913, each parameter is an option of the command
       min_change: minimum change of a labelled row, as a share of its time before.
       report: file for an HTML page with the changes by line, operation, layer, module and category, and both timelines.
     """
+    check_formats(json=json, csv=csv)
     sides = [[load_trace(path) for path in (first, *more)] for first, more in ((before, a), (after, b))]
     least = share_of(min_change)
     show(difference(*sides, by=by, min_change=least), limit=limit, json=json, csv=csv)

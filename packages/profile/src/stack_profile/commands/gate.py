@@ -35,7 +35,7 @@ def gate(  # noqa: PLR0913, each parameter is an option of the command
     metric: Annotated[tuple[Metric, ...], Parameter(negative=(), consume_multiple=True)] = (),
     max_regression: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = (),
     undecided: Literal["fail", "pass"] = "fail",
-    compilations: int = 3,
+    compilations: int | None = None,
     json: PrintJson = False,
     report: Path | None = None,
 ) -> None:
@@ -53,14 +53,19 @@ def gate(  # noqa: PLR0913, each parameter is an option of the command
       max_regression: allowed increase of all metrics except compile_time, or of a named one, as in compile_time=50%. By
         default 3%, and 25% for compile_time, which varies more.
       undecided: result of the gate for undecided changes.
-      compilations: number of compilations of FILE.py:fn.
+      compilations: number of compilations of FILE.py:fn (3).
       report: file for an HTML page with the metrics, the changes by line and both timelines; both sides are captures.
     """
     allowed = {**ALLOWED, **_allowed(max_regression)}
     if _is_function(base):
         # Both files in one process would share the modules that the first one imported.
         raise ProfileError(f"{base!r} cannot be the baseline. Keep its costs: stack profile costs {base} --out FILE.")
-    sides = (_side(base, a, compilations), _side(new, b, compilations))
+    if compilations is not None and not _is_function(new):
+        raise ProfileError(
+            f"--compilations is for a function FILE.py:fn, and {new!r} is already measured. Leave it out."
+        )
+    count = 3 if compilations is None else compilations
+    sides = (_side(base, a, count), _side(new, b, count))
     if report is not None and not all(side.traces for side in sides):
         raise ProfileError("--report needs captures on both sides: costs have no steps to compare by line.")
     answer = compared(*sides, metrics=metric, allowed=allowed)
@@ -100,7 +105,8 @@ def _side(place: str, more: Sequence[Path], compilations: int) -> GateSide:
     if _is_function(place) or place.endswith(".json"):
         if more:
             raise ProfileError(
-                f"{place!r} is no capture, and {', '.join(map(str, more))} cannot be further ones of it."
+                f"{place!r} is not a capture, so it cannot be combined with {', '.join(map(str, more))}. Leave out "
+                "--a and --b, or name captures only."
             )
         if place.endswith(".json"):
             return GateSide.of_costs(Costs.read(Path(place)))
@@ -122,8 +128,8 @@ def _print(answer: Answer[GateRow]) -> None:
 
 
 _REMEDIES: Final = {
-    "step_time": ": the steps do not tell. Take more of them, or several captures a side: --a, --b",
-    "compile_time": ": the compilations do not tell. Time more of them: --compilations",
+    "step_time": ": the steps vary too much. Record more steps, or several captures per side (--a, --b)",
+    "compile_time": ": the compilations vary too much. Raise --compilations",
 }
 
 
@@ -131,5 +137,5 @@ def _interval(row: GateRow) -> str:
     if row.metric not in _REMEDIES:
         return ""
     if row.low_base_share is None or row.high_base_share is None:
-        return ", how much it varies is not known"
+        return ", variation unknown"
     return f", {CONFIDENCE:.0%} interval {row.low_base_share:+.2%} to {row.high_base_share:+.2%}"

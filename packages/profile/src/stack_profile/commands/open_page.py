@@ -12,7 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stack_profile.commands.printing import PrintJson
+from stack_profile.commands.printing import PageEvents, PageLimit, PrintJson
 
 __all__ = ["open_page"]
 
@@ -23,9 +23,9 @@ def open_page(
     *,
     port: int = 0,
     browser: bool = True,
-    limit: Annotated[int, Parameter(help="rows of a table, 0 for all.")] = 200,
+    limit: PageLimit = 200,
     json: PrintJson = False,
-    events: Annotated[int, Parameter(help="events of the timeline; the shortest beyond are left out.")] = 1_000_000,
+    events: PageEvents = 1_000_000,
 ) -> None:
     """Serve the reports of a run's captures on this machine, until Ctrl-C.
 

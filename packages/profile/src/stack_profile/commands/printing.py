@@ -7,19 +7,31 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from stack_profile.answer import Answer, present
+from stack_profile.errors import ProfileError
 
-__all__ = ["Limit", "PrintCsv", "PrintJson", "TracePath", "show"]
+__all__ = ["Limit", "PageEvents", "PageLimit", "PrintCsv", "PrintJson", "TracePath", "check_formats", "show"]
 
 TracePath = Annotated[
     Path, Parameter(help="a directory with captures, of which the newest is read, or a file *.xplane.pb.")
 ]
-Limit = Annotated[int, Parameter(help="rows to show, 0 for all.")]
+Limit = Annotated[int, Parameter(help="rows to show, 0 for all.", validator=Number(gte=0))]
+PageLimit = Annotated[int, Parameter(help="rows of a table, 0 for all.", validator=Number(gte=0))]
+PageEvents = Annotated[
+    int, Parameter(help="events of the timeline; the shortest beyond are left out.", validator=Number(gte=0))
+]
 PrintJson = Annotated[bool, Parameter(negative=(), help="print machine-readable results.")]
 PrintCsv = Annotated[bool, Parameter(negative=(), help="print the rows as a spreadsheet.")]
 
 _WIDTH: Final = 100_000  # of a file; a table that is wider would lose parts of its cells, also of numbers
+
+
+def check_formats(*, json: bool, csv: bool) -> None:
+    """Raises a ProfileError if both formats are selected, before minutes of reading."""
+    if json and csv:
+        raise ProfileError("--json and --csv are two formats of the same rows. Leave out one of them.")
 
 
 def show(

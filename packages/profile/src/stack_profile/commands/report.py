@@ -3,11 +3,8 @@
 import json as json_format
 import sys
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from stack_profile.commands.printing import PrintJson, TracePath
+from stack_profile.commands.printing import PageEvents, PageLimit, PrintJson, TracePath
 
 __all__ = ["report"]
 
@@ -17,9 +14,9 @@ def report(
     /,
     *,
     out: Path = Path("report.html"),
-    limit: Annotated[int, Parameter(help="rows of a table, 0 for all.")] = 200,
+    limit: PageLimit = 200,
     json: PrintJson = False,
-    events: Annotated[int, Parameter(help="events of the timeline; the shortest beyond are left out.")] = 1_000_000,
+    events: PageEvents = 1_000_000,
 ) -> None:
     """Write a timeline and every analysis, with its defaults, into one HTML file that needs no network.
 
@@ -38,5 +35,5 @@ def report(
         print(json_format.dumps({"report": str(out), "bytes": out.stat().st_size, "failures": failures}, indent=2))
     for section in found:
         if section.answer is None:
-            print(f"stack: analysis {section.name!r} failed, as the report says: {section.failure}", file=sys.stderr)
+            print(f"stack: analysis {section.name!r} failed: {section.failure}", file=sys.stderr)
     print(f"stack: the report is {str(out)!r}.", file=sys.stderr)

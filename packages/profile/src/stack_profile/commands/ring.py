@@ -8,7 +8,7 @@ from typing import Any
 from stack_profile.answer import Answer
 from stack_profile.captures.processes import SUFFIX, about_of
 from stack_profile.captures.ring import Stored, stored_captures, total_bytes
-from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, show
+from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, check_formats, show
 from stack_profile.errors import TraceError
 
 __all__ = ["RingRow", "ring", "ring_table"]
@@ -52,6 +52,7 @@ def ring(
       directory: directory of the ring, such as `profile` in a run's directory.
       output: also write all captures to this file, as one trace for Perfetto.
     """
+    check_formats(json=json, csv=csv)
     stored = stored_captures(directory)
     answer = ring_table(directory, stored)
     if output is not None:

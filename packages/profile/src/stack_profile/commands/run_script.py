@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -27,6 +27,18 @@ from stack_profile.errors import CaptureError
 __all__ = ["run_script"]
 
 _POLL_S: Final = 0.001
+# Modes in which an option has an effect: one capture of the script, --listen or --continuous.
+_SETTINGS: Final = {
+    "delay_s": ("capture",),
+    "duration_s": ("capture",),
+    "host_tracer_level": ("capture",),
+    "stacks_hz": ("capture", "continuous"),
+    "python_heap": ("capture",),
+    "ring_mb": ("continuous",),
+    "every_s": ("continuous",),
+    "port": ("listen",),
+    "json": ("capture",),
+}
 
 
 def run_script(tokens: Sequence[str]) -> None:
@@ -41,24 +53,14 @@ def run_script(tokens: Sequence[str]) -> None:
     options = _parser().parse_args(tokens)
     if not options.module and not Path(options.script).is_file():
         raise CaptureError(f"There is no script {options.script!r}. Name a file, or a module after -m.")
-    if (options.listen or options.continuous) and options.json:
-        other = "--listen" if options.listen else "--continuous"
-        raise CaptureError(f"--json prints the file of one trace, and {other} writes none or several: leave one out.")
-    ring = {name: value for name in ("ring_mb", "every_s") if (value := getattr(options, name)) is not None}
-    if ring and not options.continuous:
-        raise CaptureError(f"--{next(iter(ring)).replace('_', '-')} is a setting of --continuous, which is missing.")
-    if options.python_heap and (options.listen or options.continuous):
-        raise CaptureError("--python-heap tracks one capture of a script: leave out --listen and --continuous.")
+    _check_options(options)
     if options.listen or options.continuous:
-        _run_observed(options, ring)
+        _run_observed(options)
         return
     captured = capture(
-        options.out,
-        host_tracer_level=options.host_tracer_level,
-        stacks_hz=options.stacks_hz,
-        python_heap=options.python_heap,
+        options.out, **_chosen(options, "host_tracer_level", "stacks_hz"), python_heap=options.python_heap
     )
-    with _Watch(captured, options.out, delay_s=options.delay_s, duration_s=options.duration_s) as watch:
+    with _Watch(captured, options.out, delay_s=options.delay_s or 0.0, duration_s=options.duration_s) as watch:
         status = _run(options, on_error=watch.fail)
     if watch.failure is not None and status == 0:
         raise watch.failure
@@ -70,15 +72,38 @@ def run_script(tokens: Sequence[str]) -> None:
         sys.exit(status)
 
 
-def _run_observed(options: argparse.Namespace, ring: Mapping[str, float]) -> None:
+def _check_options(options: argparse.Namespace) -> None:
+    """Raises a CaptureError for times that are not positive, and for options without effect in the chosen mode."""
+    for name in ("delay_s", "duration_s"):
+        value = getattr(options, name)
+        if value is not None and not (value > 0 or (name == "delay_s" and value == 0)):
+            raise CaptureError(f"--{name.replace('_', '-')} is {value:g}. Give a number of seconds above 0.")
+    modes = [name for name in ("listen", "continuous") if getattr(options, name)]
+    for name in _chosen(options, *_SETTINGS):
+        flag, allowed = f"--{name.replace('_', '-')}", _SETTINGS[name]
+        if not modes and "capture" not in allowed:
+            mode = " and ".join(f"--{each}" for each in allowed)
+            raise CaptureError(f"{flag} is a setting of {mode}, which is missing. Add it, or leave out {flag}.")
+        if modes and not set(modes) & set(allowed):
+            chosen = " and ".join(f"--{each}" for each in modes)
+            raise CaptureError(f"{flag} has no effect with {chosen}. Leave out {flag}, or leave out {chosen}.")
+
+
+def _chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Returns the options that the command line sets."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
+def _run_observed(options: argparse.Namespace) -> None:
     """Runs the script while it listens for captures, or records itself continuously, or both."""
     with contextlib.ExitStack() as stack:
         if options.continuous:
-            settings = parse(ContinuousConfig, {**ring, "stacks_hz": options.stacks_hz})
+            settings = parse(ContinuousConfig, _chosen(options, "ring_mb", "every_s", "stacks_hz"))
             stack.enter_context(Continuous(options.out, settings))
             print(f"stack: captures: stack profile ring {options.out}", file=sys.stderr)
         if options.listen:
-            listener = stack.enter_context(listen(port=options.port))
+            listener = stack.enter_context(listen(port=options.port or 0))
             print(f"stack: to capture it, stack profile attach {listener.address.pid}", file=sys.stderr)
         status = _run(options, on_error=partial(save_out_of_memory, options.out))
     if status:
@@ -98,33 +123,28 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="stack profile run", description="Capture a script, which need not know of it.", allow_abbrev=False
-    )
+    parser = _Parser(prog="stack profile run", description="Capture a script without changing it.", allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("profile"), help="directory of the capture (default: profile)")
-    parser.add_argument("--delay-s", type=float, default=0.0, help="seconds from the first device to the capture")
+    parser.add_argument("--delay-s", type=float, help="seconds from the first use of a device to the capture (0)")
     parser.add_argument("--duration-s", type=float, help="seconds to capture, by default to the script's end")
-    parser.add_argument("--host-tracer-level", type=int, default=2, help="1, 2 or 3: how much of the host is traced")
+    parser.add_argument("--host-tracer-level", type=int, help="1, 2 or 3: level of detail on the host (2)")
     parser.add_argument(
-        "--stacks-hz",
-        type=float,
-        default=STACKS_HZ,
-        help="samples of Python stacks per second; 0 for none",
+        "--stacks-hz", type=float, help=f"samples of Python stacks per second ({STACKS_HZ:g}); 0 for none"
     )
     parser.add_argument(
         "--python-heap", action="store_true", help="track Python's allocations by memray, which slows the script"
     )
-    parser.add_argument("--listen", action="store_true", help="capture only when `stack profile attach` asks for it")
+    parser.add_argument("--listen", action="store_true", help="capture only on requests of `stack profile attach`")
     parser.add_argument(
         "--continuous", action="store_true", help="keep a ring of captures on disk, at most 0.5%% of a processor"
     )
     parser.add_argument("--ring-mb", type=float, help="size of the ring of --continuous in MB (default: 256)")
-    parser.add_argument("--every-s", type=float, help="least seconds between its captures (default: 60)")
-    parser.add_argument("--port", type=int, default=0, help="to listen on, by default any that is free")
-    parser.add_argument("--json", action="store_true", help="print the trace's file after the script, as JSON")
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("--every-s", type=float, help="seconds between its captures (default: 60)")
+    parser.add_argument("--port", type=int, help="port of --listen; by default any free port")
+    parser.add_argument("--json", action="store_true", help="print the path of the trace as JSON when the script ends")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a file")
     parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
@@ -151,7 +171,7 @@ class _Watch:
         self._guarded(self._capture.stop)
         if self.failure is None and self._capture.path is None:
             self.failure = CaptureError(
-                "Nothing was captured: the script ended before it used a device of JAX, or before --delay-s was over."
+                "Nothing was captured: the script ended before it used a JAX device, or before --delay-s had passed."
             )
 
     def fail(self, error: BaseException) -> None:

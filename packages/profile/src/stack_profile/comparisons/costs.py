@@ -120,7 +120,7 @@ def compiled_costs(fn: Callable[..., Any], *args: Any, compilations: int = 3) ->
     import jax
 
     if compilations < 1:
-        raise ProfileError(f"{compilations} compilations leave nothing to read; 1 is the least.")
+        raise ProfileError(f"compilations is {compilations}; expected at least 1.")
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     compile_s: list[float] = []
     compiled = None
@@ -190,11 +190,11 @@ _SUMMED: Final = ("flops", "traffic_bytes", "memory_bytes", "instructions")
 
 
 def _notes(program: Program, uncounted: Sequence[str], *, known: bool) -> Sequence[str]:
-    notes = ["FLOPs are those of matrix products and convolutions; custom calls do not say theirs."]
+    notes = ["FLOPs count matrix products and convolutions; custom calls do not report theirs."]
     if program.module is None:
-        notes.append(f"This version of XLA cannot read {program.name}: its FLOPs are not known.")
+        notes.append(f"This version of XLA cannot read {program.name}: its FLOPs are unknown.")
     if uncounted:
-        notes.append(f"Loops whose trips only their run decides are counted once: {'; '.join(uncounted)}.")
+        notes.append(f"Loops with a data-dependent number of iterations are counted once: {'; '.join(uncounted)}.")
     if not known:
-        notes.append(f"The HLO of {program.name} comes without its buffers: its memory is not known.")
+        notes.append(f"The HLO of {program.name} lacks its buffers: its memory is unknown.")
     return notes

@@ -145,9 +145,9 @@ def _idle(before: Sequence[Trace], after: Sequence[Trace], comparison: Compariso
     new = {name: took for name, took in host[1].items() if name not in host[0]}
     if new:
         name = max(new, key=lambda each: ("::" not in each, new[each]))  # prefer the program's events to the runtime's
-        waits = "; it waits for the value of an array, such as one that is copied to the host" if _WAIT in name else ""
-        return f"{told}; new on the host is {name}, in which it is for {number('_s', new[name])} a step{waits}", True
-    return f"{told}; `stack profile overview` says what for", False
+        waits = ", waiting for the value of an array, such as one copied to the host" if _WAIT in name else ""
+        return f"{told}; the host now spends {number('_s', new[name])} a step in {name}{waits}", True
+    return f"{told}; `stack profile overview` shows the host's activity", False
 
 
 _WAIT: Final = "::Await"  # the runtime's name, whichever JAX function waits for the value

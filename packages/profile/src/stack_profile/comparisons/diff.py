@@ -116,7 +116,7 @@ def compared(before: Sequence[Trace], after: Sequence[Trace]) -> tuple[Compariso
     # Captures of a side are of one program, so the first stands for all.
     notes = (*definitions(before[0], after[0]), *(each for trace in (*before, *after) for each in trace.problems))
     if first is None or second is None:
-        missing = "Steps are not known: a trace has no operations, or does not tell the runs of a program apart."
+        missing = "Steps are unknown: a trace has no operations, or its events do not identify a program's executions."
         return None, (missing, *notes)
     return Comparison.of(first, second), notes
 
@@ -234,19 +234,19 @@ def _notes(comparison: Comparison, min_change: float) -> Iterator[str]:
     )
     if not comparison.step.of_captures:
         yield (
-            "A side has one capture: intervals are of its steps, without what differs from one capture to the next. "
-            "A row is therefore named for what it changed beyond the median of the other operations, which is the "
-            "machine's doing or that of all the program. Several captures a side, taken in turns, tell which."
+            "A side has one capture, so intervals omit the variation between captures, and rows are labelled by their "
+            "change relative to the median of the other operations. That median changes with the machine or with the "
+            "program as a whole; several captures per side, taken alternately, distinguish them."
         )
     if np.isnan(comparison.step.error).any():
-        yield "A side has one step: how much steps vary, and so what is significant, is not known."
+        yield "A side has one step: the variation of steps, and thus the significance of changes, is unknown."
     if all(pair.matched == "alike" for pair in comparison.pairs):
-        yield "Both ran the same operations: what differs is the machine, its libraries, or the data."
+        yield "Both ran the same operations: differences come from the machine, its libraries, or the data."
     outside_s = [side.outside_s for side in comparison.sides]
     if max(outside_s) > 0:
         yield (
-            f"Busy in no step, and in no row: {number('_s', outside_s[0])} before, {number('_s', outside_s[1])} after; "
-            "the last step of a capture is left out, for no other ends it."
+            f"Busy time outside of steps, in no row: {number('_s', outside_s[0])} before, "
+            f"{number('_s', outside_s[1])} after. It includes the last step of a capture, whose end is unknown."
         )
 
 

@@ -141,8 +141,8 @@ def _chosen(base: GateSide, new: GateSide, metrics: Sequence[Metric]) -> Sequenc
     if missing := [metric for metric in metrics if metric not in known]:
         without = [name for name, side in (("base", base), ("new", new)) if not side.metrics().issuperset(missing)]
         raise ProfileError(
-            f"{', '.join(missing)} of {' and '.join(without)} is not known. Step times need captures with several "
-            "steps on both sides; memory and FLOPs the program, of captures or of `stack profile costs`; compile times "
+            f"{', '.join(missing)} of {' and '.join(without)} is unknown. Step times need captures of several steps on "
+            "both sides; memory and FLOPs need the program, from captures or `stack profile costs`; compile times need "
             "a compilation during the capture, or `stack profile costs`."
         )
     # The variation of a single compilation is unknown.
@@ -151,7 +151,9 @@ def _chosen(base: GateSide, new: GateSide, metrics: Sequence[Metric]) -> Sequenc
         metric for metric in get_args(Metric) if metric in known and (metric != "compile_time" or several)
     ]
     if not found:
-        raise ProfileError("Nothing is known of both sides. Compare captures, or costs of programs, with their like.")
+        raise ProfileError(
+            "The sides have no metric in common. Compare captures with captures, or costs of programs with costs."
+        )
     return found
 
 
@@ -253,6 +255,6 @@ def _notes_of_steps(base: GateSide, new: GateSide, row: GateRow) -> Iterator[str
         yield f"The mean of all steps, stalls included, changed by {_signed(change)}; the verdict is of a trimmed mean."
     if not mean.of_captures:
         yield (
-            "One capture of a side does not tell the machine's changes from the program's: several a side, taken in "
-            "turns, do."
+            "With one capture per side, changes of the machine and of the program look the same. Take several per "
+            "side, alternately."
         )

@@ -60,7 +60,8 @@ class ReportServer:
             self._server = _Server((_LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ProfileError(
-                f"Cannot listen on port {port} of {_LOOPBACK}: {error}. Name another, or 0 for any that is free."
+                f"Cannot listen on port {port} of {_LOOPBACK}: {str(error).rstrip('.')}. Name another port, or 0 for "
+                "any free one."
             ) from error
         self._server.reports = self
         self.address = f"http://{_LOOPBACK}:{self._server.server_address[1]}/{self._token}/"
@@ -100,7 +101,9 @@ class ReportServer:
         try:
             changed_ns = max(file.stat().st_mtime_ns for file in trace_files(capture))
         except (TraceError, FileNotFoundError) as error:  # a ring deletes its captures
-            raise TraceError(f"{str(capture)!r} was deleted meanwhile. Open the list of captures again.") from error
+            raise TraceError(
+                f"{str(capture)!r} was deleted while it was read. Open the list of captures again."
+            ) from error
         with self._building:
             if self._built is None or self._built[:2] != (capture, changed_ns):
                 trace = load_trace(capture)

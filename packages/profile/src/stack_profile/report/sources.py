@@ -52,5 +52,5 @@ def _change(file: str, data: bytes, about: Mapping[str, Any]) -> str:
         started = datetime.fromisoformat(str(about["started_at"]))
         changed = datetime.fromtimestamp(Path(file).stat().st_mtime, UTC) > started
     except (KeyError, ValueError, TypeError, OSError):
-        return "The capture does not say whether this is the file that ran."
+        return "The capture does not record whether this file ran unchanged."
     return "This file was written after the capture: its lines may not be the lines that ran." if changed else ""

@@ -71,7 +71,7 @@ class Join:
             if module
         ]
         if unjoined:
-            yield f"Programs that ran and are not known, so that their operations have no lines: {', '.join(unjoined)}"
+            yield f"Unknown programs, whose operations have no lines: {', '.join(unjoined)}"
         yield from self.graph_problems
 
     def operation(self, kind: Kind) -> Operation:

@@ -171,7 +171,7 @@ def capture_folders(path: Path) -> tuple[Path, ...]:
 
 
 def _deleted(path: Path) -> TraceError:
-    return TraceError(f"{str(path)!r} was deleted meanwhile, as a ring deletes its captures. Read the newest again.")
+    return TraceError(f"{str(path)!r} was deleted while it was read, as a ring does. Read the newest capture.")
 
 
 def _by_number(file: Path) -> str:
@@ -359,9 +359,9 @@ def _extra_programs(protos: Sequence[bytes], damaged: list[str]) -> dict[int, Pr
         try:
             key = program_key(proto)
         except WireError as error:
-            damaged.append(f"A program beside the trace is damaged: {error}")
+            damaged.append(f"A program stored with the trace is damaged: {error}")
         else:
-            if program := _read(proto, key, f"program {key} beside the trace", damaged):
+            if program := _read(proto, key, f"program {key} stored with the trace", damaged):
                 found[key] = program
     return found
 

@@ -329,8 +329,8 @@ def read_space(source: Path | bytes) -> Space:
     _set_origin(planes)
     if not planes or not all(plane.name for plane in planes[:1]):
         raise TraceError(
-            f"{name} is no XSpace, the format of *.xplane.pb{_seems(bytes(data[:size]))}. Name a file of that format, "
-            "or a directory that `stack profile run` or jax.profiler.trace wrote."
+            f"{name} is not an XSpace, the format of *.xplane.pb{_seems(bytes(data[:size]))}. Name a file of that "
+            "format, or a directory written by `stack profile run` or jax.profiler.trace."
         )
     return Space(planes, hosts, tuple(reported))
 
@@ -347,7 +347,7 @@ def _seems(data: bytes) -> str:
 
 _FORMATS: Final = {
     b"\x1f\x8b": "compressed by gzip, as the *.trace.json.gz for Perfetto and the memory profiles of JAX are",
-    b"{": "JSON, perhaps a trace for Perfetto, or the *.capture.json beside a capture",
+    b"{": "JSON, perhaps a trace for Perfetto, or the *.capture.json of a capture",
     b"[": "JSON, perhaps a trace for Perfetto",
     b"PK": "a zip archive",
     b"HloModule": "the text of a program",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, NonNegativeInt
+from pydantic import BeforeValidator, Field
 
 from stack_core.abi.adapters import Adapters
 from stack_core.abi.config import config
@@ -25,7 +25,7 @@ class LoRAConfig:
     """
 
     rules: Annotated[tuple[AdapterRule, ...], BeforeValidator(as_adapter_rules)]
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 

@@ -20,7 +20,7 @@ def check(signature: Signature, inputs: Arrays) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for name in inputs.keys() ^ {spec.name for spec in signature.inputs}:
-        what = "is no input" if name in inputs else "is missing"
+        what = "is not an input" if name in inputs else "is missing"
         raise _error(signature, f"{name!r} {what}", name)
     for spec in signature.inputs:
         array = inputs[spec.name]

@@ -50,7 +50,7 @@ def read_manifest(directory: Path) -> Manifest:
       BundleError: the directory is not a bundle, or has an unsupported format.
     """
     if not (directory / MANIFEST).exists() and not (directory / MANIFEST_DIGEST).exists():
-        what = "holds no bundle" if directory.is_dir() else "is no directory"
+        what = "holds no bundle" if directory.is_dir() else "is not a directory"
         raise BundleError(f"{directory} {what}. `stack export` makes one.")
     content, line = _content(directory, MANIFEST), _content(directory, MANIFEST_DIGEST)
     # Two messages, because either file may be the damaged one.

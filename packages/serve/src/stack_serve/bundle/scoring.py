@@ -31,7 +31,8 @@ def scoring(checkpoint: GenerativeCheckpoint, *, batch: Sequence[int], seq: Sequ
     for name, sizes, max_size in (("batch", batch, _MAX_BATCH), ("seq", seq, checkpoint.max_positions)):
         if not sizes or not all(1 <= size <= max_size for size in sizes):
             raise BundleError(
-                f"{name} is {', '.join(map(str, sizes)) or 'empty'}; {checkpoint.name!r} takes 1 to {max_size}."
+                f"{name} is {', '.join(map(str, sizes)) or 'empty'}; {checkpoint.name!r} takes 1 to {max_size}. "
+                f"Set --{name}."
             )
 
     def score(params: Any, tokens: jax.Array) -> dict[str, jax.Array]:

@@ -60,7 +60,9 @@ def read(content: memoryview | bytes) -> dict[str, np.ndarray]:
     try:
         return dict(_entries(memoryview(content)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise BundleError(f"A file of weights or examples is no safetensors file: {error!r}. Export again.") from error
+        raise BundleError(
+            f"A file of weights or examples is not a safetensors file: {error!r}. Export again."
+        ) from error
 
 
 def _entries(content: memoryview) -> Iterator[tuple[str, np.ndarray]]:

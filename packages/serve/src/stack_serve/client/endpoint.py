@@ -53,7 +53,7 @@ class Endpoint:
             url, port = urlsplit(""), None
         if url.scheme not in ("http", "https") or not url.hostname:
             raise RequestFailed(
-                f"{base_url!r} is no address of a server. Write it as http://HOST:PORT/v1.", kind="connection"
+                f"{base_url!r} is not the address of a server. Write it as http://HOST:PORT/v1.", kind="connection"
             )
         self.address = f"{url.scheme}://{url.netloc}{url.path.rstrip('/') or '/v1'}"
         self._host, self._path = url.hostname, url.path.rstrip("/") or "/v1"

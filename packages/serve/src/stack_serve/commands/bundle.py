@@ -1,13 +1,14 @@
 """`stack bundle`: commands that list, inspect and verify bundles."""
 
 import json as json_format
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from stack_core.abi.config import to_mapping
-from stack_core.abi.errors import StackError
+from stack_core.abi.errors import BundleError, StackError
 
 __all__ = ["inspect", "ls", "verify"]
 
@@ -23,6 +24,8 @@ def ls(directory: Path = Path(), /, *, json: Json = False) -> None:
     """
     from stack_serve.bundle.integrity import MANIFEST_DIGEST, read_manifest
 
+    if not directory.is_dir():
+        raise BundleError(f"{directory} is not a directory. Name one that contains bundles, such as a repository.")
     rows: list[dict[str, Any]] = []
     for path in sorted(directory.rglob(MANIFEST_DIGEST)):
         row: dict[str, Any] = {"directory": str(path.parent)}
@@ -36,6 +39,8 @@ def ls(directory: Path = Path(), /, *, json: Json = False) -> None:
     if json:
         print(json_format.dumps(rows, indent=2))
         return
+    if not rows:
+        print(f"stack: there is no bundle below {directory}; `stack export` writes one.", file=sys.stderr)
     for row in rows:
         what = row.get("problem") or f"{row['name']}  {', '.join(row['signatures'])}  {row['bytes'] / 1e6:.1f} MB"
         print(f"{row['directory']}  {what}")

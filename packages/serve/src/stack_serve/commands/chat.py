@@ -72,8 +72,12 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
         min_, max_, expected = _RANGES[name]
         if not min_ <= value <= max_:  # also rejects NaN
             raise GenerationError(f"--{name.replace('_', '-')} is {value}; expected {expected}.")
-    key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
-    with _opened(target, model, key, settings, system) as talker:
+    if temperature == 0 and (unused := [name for name in ("top_k", "top_p") if name in settings]):
+        raise GenerationError(
+            f"--{unused[0].replace('_', '-')} has no effect with --temperature 0, which takes the most likely token. "
+            "Leave out one of them."
+        )
+    with _opened(target, model, api_key, settings, system) as talker:
         from stack_serve.client.conversation import Conversation
 
         terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -91,8 +95,9 @@ def _opened(
     from stack_serve.client.conversation import RemoteModel, local_model
 
     if "://" in refuse_remote(target):
+        key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
         return nullcontext(
-            RemoteModel(target, model=model, api_key=api_key, settings=settings, show_reasoning=_show_reasoning)
+            RemoteModel(target, model=model, api_key=key, settings=settings, show_reasoning=_show_reasoning)
         )
     # FORMAT:NAME may be a model of the Hugging Face hub, and its format explains what is wrong.
     if not re.match(r"\w+:", target) and not local_path(target).exists():
@@ -101,6 +106,8 @@ def _opened(
         )
     if model is not None:
         raise GenerationError("--model selects a model of a server; a directory contains only one. Leave it out.")
+    if api_key is not None:
+        raise GenerationError(f"--api-key is sent to a server; {target!r} is loaded in this process. Leave it out.")
     return local_model(target, settings, system)
 
 

@@ -47,10 +47,11 @@ def serve_language_model(
     from stack_serve.openai.lifecycle import OpenAIApp
     from stack_serve.openai.service import Service
 
+    _check_used(options)
     given = _engine_options(EngineConfig, options)
     if engine_name != "llm" and given:
         verb = "is" if len(given) == 1 else "are"
-        raise ConfigError(f"{flags_of(given)} {verb} for the engine llm, not for {engine_name}.")
+        raise ConfigError(f"{flags_of(given)} {verb} for the engine llm, not for {engine_name}. Leave it out.")
     engine_config = parse(EngineConfig, given)
     parallel = _parallel_config(engine_name, engine_config, options)
     # Fail on an unknown name before loading a large model.
@@ -182,6 +183,18 @@ def _make_engine(name: str, checkpoint: Any, config: Any, progress: Any) -> Any:
         return checked_engine(name, registries.engines[name](checkpoint))
     make = EncoderEngine if is_encoder(checkpoint) else registries.engines[name]
     return checked_engine(name, make(checkpoint, config, progress=progress))
+
+
+def _check_used(options: Mapping[str, Any]) -> None:
+    """Raises a ConfigError for options without effect."""
+    if "pages" in options and "memory_fraction" in options:
+        raise ConfigError("--pages and --memory-fraction both set the size of the cache. Leave out one of them.")
+    of_adapters = [name for name in ("max_adapters", "adapter_rank") if name in options]
+    if of_adapters and not options.get("adapter") and not options.get("adapter_loading"):
+        raise ConfigError(
+            f"{flags_of(of_adapters)}: the server has no adapters. Add --adapter NAME=DIR or --adapter-loading, or "
+            "leave it out."
+        )
 
 
 def _engine_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class ServerConfig:
       traces: exports OpenTelemetry spans of POST requests, as the `OTEL_*` environment variables say.
     """
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     receive_timeout_s: Seconds = 60.0

@@ -18,7 +18,7 @@ def scan(repository: Path) -> Mapping[Key, str]:
       ConfigError: the path is not a directory.
     """
     if not repository.is_dir():
-        raise ConfigError(f"{repository} is no directory. Name one that holds MODEL/VERSION/ bundles.")
+        raise ConfigError(f"{repository} is not a directory. Name one that holds MODEL/VERSION/ bundles.")
     return {key: _fingerprint(directory) for key, directory in _bundles(repository)}
 
 

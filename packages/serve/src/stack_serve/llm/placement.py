@@ -142,8 +142,8 @@ class Placement:
         if self._expert > 1 and not any("expert" in _mesh_axes(each.spec) for each in jax.tree.leaves(found)):
             raise ConfigError(
                 f"expert={self._expert}: no parameter of model {checkpoint.name!r} is divided by experts: it has none, "
-                f"or their number is no multiple of {self._expert}. Use tensor={self._expert} (--tensor), or another "
-                "number."
+                f"or their number is not a multiple of {self._expert}. Use tensor={self._expert} (--tensor), or "
+                "another number."
             )
         return found
 

@@ -256,5 +256,5 @@ def _answer(request: Any, result: InferenceResponse) -> bytes:
 
 def _number(version: str) -> int | None:
     if version and not (version.isascii() and version.isdigit()):
-        raise ProtocolError(f"The version {version[:100]!r} is no number.", status=404)
+        raise ProtocolError(f"The version {version[:100]!r} is not a number.", status=404)
     return int(version) if version else None

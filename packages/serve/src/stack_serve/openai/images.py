@@ -69,8 +69,8 @@ class ImageLoader:
             return data_of_url(url)
         if not url.startswith(("http://", "https://")) or not self._remote:
             raise GenerationError(
-                f"The image {url[:60]!r} is no data URL, and this server does not fetch other URLs. Send its contents: "
-                "data:image/png;base64,... (or start the server with --remote-images)."
+                f"The image {url[:60]!r} is not a data URL, and this server does not fetch other URLs. Send its "
+                "contents: data:image/png;base64,... (or start the server with --remote-images)."
             )
         try:
             with urllib.request.urlopen(url, timeout=_FETCH_S) as answer:

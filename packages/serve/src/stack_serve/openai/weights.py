@@ -61,7 +61,7 @@ def _read(address: str) -> Any:
     # The format `hf` would download a model of the hub, with the server's token.
     if not Path(path if separator and "/" not in scheme else found).exists():
         raise ConversionError(
-            f"{address} is no path on the server's machine. Name the directory of a run or of a checkpoint there."
+            f"{address} is not a path on the server's machine. Name the directory of a run or of a checkpoint there."
         )
     checkpoint = open_for_generation(address, encoders=True)
     if jax.default_backend() == "cpu":

@@ -125,7 +125,9 @@ def _content(content: Any, where: str) -> str | list[Message]:
         elif kind in _TEXTS and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
-            raise bad_request(f"{where}.{place} is no text part; the model reads only text.", param=f"{where}.{place}")
+            raise bad_request(
+                f"{where}.{place} is not a text part; the model reads only text.", param=f"{where}.{place}"
+            )
     return parts
 
 

@@ -36,7 +36,7 @@ class Received:
         inputs.
       outputs: other outputs of all layers by name of the model, [pieces, layers of a piece, ...]; entries of later
         pieces are zeros or outdated. None stands for zeros.
-      piece: index of the piece that receives it.
+      piece: index of the receiving piece.
       pieces: number of pieces.
     """
 
@@ -164,7 +164,7 @@ _AUXILIARY = "auxiliary_model"
 
 
 def as_auxiliary(model: nnx.Module, name: str) -> nnx.Module:
-    """Marks the variables of an auxiliary model, in place, so that its layers have their own part of messages."""
+    """Marks the variables of an auxiliary model in place. Its layers then have their own part of messages."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable):
             node.set_metadata(_AUXILIARY, name)

@@ -185,8 +185,8 @@ class StagedModels:
             (loss, arrays), sent = in_stage(received, call, model, batch, key=of_call, **models)
             return loss, arrays, sent
 
-        # The function samples alike for all pieces, such as the noise of an image. A transform draws for the operations
-        # of one piece, where an equal key would repeat its draws for the layers of the other pieces.
+        # All pieces sample the same values, such as the noise of an image. A transform draws for one piece at a time:
+        # with the same key, the layers of all pieces would get equal draws.
         of_piece = jax.random.fold_in(key, received.piece)
         found: tuple[jax.Array, Any, Tree] = self.model.transform.call(run, model, received, batch, key, key=of_piece)
         return found
@@ -219,7 +219,7 @@ class StagedModels:
 
     @cached_property
     def _roles(self) -> Mapping[Path, tuple[Kind, bool]]:
-        """The role of each variable in a step, and whether stages divide it. Paths begin with an auxiliary's name."""
+        """Role of each variable in a step, and True if stages divide it. Paths begin with the name of the auxiliary."""
         own = self.model.variables
         roles: dict[Path, tuple[Kind, bool]] = {
             path: (kind, path in own.staged_paths) for path, kind in own.kinds.items()

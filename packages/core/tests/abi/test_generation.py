@@ -55,3 +55,10 @@ def test_an_engine_refuses_constraints_unless_it_implements_them() -> None:
     with pytest.raises(GenerationError, match="does not support constraints") as caught:
         Engine.compile_constraint(object(), Constraint(regex="a"))  # type: ignore[arg-type]
     assert caught.value.parameter == "constraint"
+
+
+def test_texts_of_a_request_may_begin_like_an_address_of_remote_storage():
+    address = "s3://bucket"
+    assert SamplingParams(stop=(address,)).stop == (address,)
+    for fields in ({"regex": address}, {"choice": (address,)}, {"grammar": address}):
+        assert vars(Constraint(**fields))[next(iter(fields))] == next(iter(fields.values()))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
-from stack_core.abi.config import config
+from stack_core.abi.config import MayBeRemote, config
 from stack_core.abi.errors import GenerationError
 
 __all__ = [
@@ -32,7 +32,8 @@ MOST_STOP_TEXTS, MOST_STOP_CHARACTERS = 16, 256
 
 _Penalty = Annotated[FiniteFloat, Field(ge=-2.0, le=2.0)]
 _LANGUAGES = ("json_schema", "regex", "choice", "grammar")
-_StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+_Text = Annotated[str, MayBeRemote()]  # not a path
+_StopText = Annotated[_Text, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 def _json_text(schema: Any) -> Any:
@@ -57,12 +58,12 @@ class Constraint:
     """
 
     json_schema: Annotated[str | None, BeforeValidator(_json_text)] = None
-    regex: str | None = None
-    choice: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    grammar: str | None = None
-    whitespace: str | None = None
-    reasoning_end: str | None = None
-    reasoning_begin: str | None = None
+    regex: _Text | None = None
+    choice: Annotated[tuple[_Text, ...], Field(min_length=1)] | None = None
+    grammar: _Text | None = None
+    whitespace: _Text | None = None
+    reasoning_end: _Text | None = None
+    reasoning_begin: _Text | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _LANGUAGES if getattr(self, name) is not None]
@@ -96,9 +97,8 @@ class SamplingParams:
       repetition_penalty: divisor of the positive logits, and factor of the negative logits, of tokens in the prompt or
         the continuation (Keskar et al., CTRL, 2019, arXiv:1909.05858).
       logit_bias: values added to the logits, by token id.
-      seed: seed of the sampling, which otherwise depends only on the position in the continuation; None picks a new
-        seed. The same seed gives the same text as long as the logits are bitwise equal. Logits may differ between batch
-        compositions by rounding, and then a different token is sampled now and then, in bf16 more often than in fp32.
+      seed: seed of the sampling; None picks a new one. The same seed gives the same text if the logits are bitwise equal.
+        Other batch compositions may round them differently, and then a token may differ, in bf16 more often than in fp32.
       stop: at most 16 texts of at most 256 characters that end a continuation; omitted unless `include_stop` is set.
       include_stop: whether the output includes the stop text.
       stop_tokens: token ids that end a continuation, in addition to the model's own end tokens.

@@ -20,6 +20,7 @@ import stack_rl
 import stack_train
 from stack_core.abi.errors import ConfigError, ConversionError, UnknownName
 from stack_quant.errors import QuantError
+from stack_train.checkpoint import CheckpointConfig
 
 NAMES = {
     "stack_core": "StackError hookimpl lazy_exports open_for_generation open_model ops registries",
@@ -28,10 +29,10 @@ NAMES = {
         ProfileError Trace TraceError Watch capture listen load_trace""",
     "stack_quant": """ArraySpec Budget QArray QType QuantizedCheckpoint Range Report Rule dequantize fake_quantize
         load_recipe qtype quantize quantize_array quantize_function quantize_model report""",
-    "stack_rl": """Action AdamParams CISPOConfig Completion DAPOConfig DPOConfig Datum DrGRPOConfig Environment
-        EnvironmentKind GRPOConfig GSPOConfig IPOConfig KTOConfig LocalClient ORPOConfig Observation PPOConfig
-        PromptsConfig RLOOConfig Reward RewardModelConfig RolloutData Score SimPOConfig StepResult Tasks ToolsConfig
-        train""",
+    "stack_rl": """Action AdamParams CISPOConfig Completion DAPOConfig DPOConfig Datum DistillConfig DrGRPOConfig
+        Environment EnvironmentKind GRPOConfig GSPOConfig IPOConfig KTOConfig LocalClient ORPOConfig Observation
+        PPOConfig PromptsConfig RLOOConfig ReinforceConfig Reward RewardModelConfig RolloutData Score SimPOConfig
+        StepResult Tasks ToolsConfig train""",
     "stack_serve": "Completion LLM Output Piece SamplingParams",
     "stack_train": """CausalLMConfig CheckpointStore ImageTextModel LoadedModel Program Run RunConfig RunSettings
         RunSummary SamplingConfig Step TextGenerator Trainer build convert load load_image_text make_step start
@@ -135,7 +136,7 @@ def test_a_loaded_model_shows_itself_and_is_exported(folder, trained):
     assert sorted(path.name for path in folder.glob(".convert-*")) == []
     with pytest.raises(ConfigError, match="Unknown key 'max_token'"):
         model.generate("one", max_token=2)
-    with pytest.raises(ConversionError, match=r"'bases' is no option of a conversion\. Did you mean 'base'"):
+    with pytest.raises(ConversionError, match=r"'bases' is not an option of a conversion\. Did you mean 'base'"):
         stack_train.convert("runs/small", "hf:x", bases="y")
 
 
@@ -157,6 +158,11 @@ def test_reinforcement_learning_takes_names_settings_and_configs(folder, trained
         stack_rl.train("runs/small", "cell", "exact", output="runs/none")
     with pytest.raises(ConfigError, match="env is a int"):
         stack_rl.train("runs/small", 3, output="runs/none")
+    with pytest.raises(ConfigError, match="lacks the key name"):
+        stack_rl.train("runs/small", {"source": "prompts.jsonl"}, "exact", output="runs/none")
+    for setting in ({"objective": "ppo"}, {"data": {"environment": "cell"}}, {"run": {"init_from": "runs/other"}}):
+        with pytest.raises(ConfigError, match="set the same key"):
+            stack_rl.train("runs/small", "prompts.jsonl", "exact", output="runs/none", **setting)
     with pytest.raises(UnknownName, match="grpoo"):
         stack_rl.train("runs/small", "prompts.jsonl", "exact", "grpoo", output="runs/none")
     environment = stack_rl.PromptsConfig(source="prompts.jsonl", rewards=("characters",), max_tokens=4)
@@ -203,5 +209,11 @@ def test_a_trainer_of_a_module_resumes_and_shows_its_curve(tmp_path, capsys):
     assert abs(np.asarray(resumed.model(x)) - batch_of(99)["y"]).max() < 0.5
     for data in ([batch_of(0), batch_of(1)], batch_of(0)):
         assert len(stack_train.Trainer(Line, data, loss=loss, optimizer=optax.sgd(0.1), steps=2).train()) == 2
+    for options, message in (
+        ({"steps": 0}, "steps is 0"),
+        ({"steps": 2, "checkpoint": CheckpointConfig(keep=1)}, "checkpoint has no effect without output"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            stack_train.Trainer(Line, batch_of, loss=loss, optimizer=optax.sgd(0.1), **options)
     with pytest.raises(ConfigError, match="An iterator cannot resume: make it a list"):
         trainer(iter([batch_of(0)]))

@@ -210,7 +210,10 @@ def test_pictures_of_equal_patches_differ_by_their_proportions(llm, checkpoint):
 VIDEO = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}
 BAD = [
     ([VIDEO], "'video_url'; the model reads parts of type 'text' and 'image_url'"),
-    ([{"type": "image_url", "image_url": {"url": data_url(b"no image")}}], "Image 1 of 1: The 8 bytes are no image"),
+    (
+        [{"type": "image_url", "image_url": {"url": data_url(b"no image")}}],
+        "Image 1 of 1: The 8 bytes are not an image",
+    ),
     ([{"type": "image_url", "image_url": {"url": data_url(png(np.zeros((1, 201, 3), np.uint8)))}}], "up to 200 times"),
     ([{"type": "text", "text": "is it <pix>"}], "has 1 times '<pix>', which stands for an image, and 0 images"),
 ]

@@ -132,8 +132,11 @@ def test_new_weights_forget_features(checkpoint, whole):
 AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 BAD = [
     ([AUDIO], "'input_audio'; the model reads parts of type 'text' and 'image_url'"),
-    ([{"type": "image_url", "image_url": {"url": data_url(b"no image")}}], "Image 1 of 1: The 8 bytes are no image"),
-    ([{"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}], "is no data URL"),
+    (
+        [{"type": "image_url", "image_url": {"url": data_url(b"no image")}}],
+        "Image 1 of 1: The 8 bytes are not an image",
+    ),
+    ([{"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}], "is not a data URL"),
     ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,???"}}], "is not valid base64"),
     ([{"type": "image_url", "image_url": {"url": "data:text/plain;base64,aaaa"}}], "expected data:image/TYPE"),
     ([{"type": "image_url"}], "has no image; expected"),

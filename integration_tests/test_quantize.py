@@ -338,7 +338,7 @@ def test_weights_that_are_not_finite_are_named(folder, capsys):
         (("{run}", "--recipe", "w4b8"), "Unknown recipe 'w4b8'. Did you mean 'w4a8'"),
         (("{run}", "--recipe", "none.yaml"), "Cannot read config 'none.yaml'"),
         (("{run}",), "was not trained by a recipe"),
-        (("{run}s", "--recipe", "w8a8"), "is no directory"),
+        (("{run}s", "--recipe", "w8a8"), "is not a directory"),
         (("{folder}/texts", "--recipe", "w8a8"), "holds no model of a known format"),
         (("hg:{run}", "--recipe", "w8a8"), "Unknown model format 'hg'"),
         (("{run}", "--recipe", "w8a8", "--data", "txt:none"), "Unknown name 'txt' among data_sources"),
@@ -361,7 +361,7 @@ def test_a_hugging_face_checkpoint_is_quantized(folder, capsys):
     checkpoint, out = folder / "checkpoint", folder / "from-huggingface"
     main(["convert", str(folder / "run"), f"hf:{checkpoint}"])
     message = refusal(capsys, "quantize", checkpoint, "--recipe", "w8a8", "--out", out)
-    assert "does not say what its model was trained on" in message and "text" in message
+    assert "does not name the training data of its model" in message and "text" in message
     data = f"text:{folder / 'texts'}/*.txt"
     main(["quantize", str(checkpoint), "--recipe", "w8a8", "--data", data, "--out", str(out), "--json"])
     result = json.loads(capsys.readouterr().out)

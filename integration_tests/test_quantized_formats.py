@@ -157,7 +157,7 @@ def test_nvfp4_stands_for_the_floats_of_the_run(run, tmp_path):
         ([{"path": "up", "weights": "int4"}], "gptq", "belongs to a linear layer that gptq stores in codes"),
         (one(weights="int8"), "awq", "belongs to a linear layer that awq stores in codes"),
         (one(weights="int4", activations="int8"), "awq", "AWQ stores integers and float inputs, unlike int4 with int8"),
-        (one(weights="int4"), "exl2", "'exl2' is no layout that `hf:` writes; take one of .*, gptq, awq"),
+        (one(weights="int4"), "exl2", "'exl2' is not a layout that `hf:` writes; take one of .*, gptq, awq"),
         (None, "gptq", "is not quantized. Quantize it first"),
     ],
 )

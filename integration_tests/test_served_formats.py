@@ -150,7 +150,7 @@ def test_a_bad_file_is_explained(root: Path, tmp_path: Path, command: str, capsy
     for name, message in (
         ("none.gguf", "none.gguf: the file does not exist. Give the path of a file"),
         ("", f"is a directory. Give the path of a file, such as gguf:{tmp_path / 'cut.gguf'}"),
-        ("cut.gguf", "cut.gguf is no whole GGUF file"),
+        ("cut.gguf", "cut.gguf is not a complete GGUF file"),
         ("other.gguf", "is of architecture 'bloom'; these are read: "),
     ):
         with pytest.raises(SystemExit):

@@ -196,6 +196,28 @@ def test_a_directory_of_a_strangers_format_is_served(environment, tmp_path):
         assert environment.run("-c", SERVED, str(tmp_path)).stdout == "defabcde\n"
 
 
+# An error of an episode ends the run, by the default of `data.on_failure`.
+GUESSING = """
+data: {{name: rollouts, environment: {{name: guess, held_out: 4}}, groups: 2, group_size: 2, seq_tokens: 128}}
+objective: {{name: grpo, kl: 0.0}}
+run: {{steps: 1, init_from: {base}}}
+output: {output}
+"""
+
+
+def test_an_environment_of_a_stranger_is_played(environment, tmp_path):
+    base = TRAINING.format(text=__file__, output=tmp_path / "base").replace("max_positions: 16", "max_positions: 128")
+    (tmp_path / "base.yaml").write_text(base.replace("steps: 3", "steps: 1"))
+    (tmp_path / "guess.yaml").write_text(GUESSING.format(base=tmp_path / "base", output=tmp_path / "guess"))
+    train = (["train", str(tmp_path / f"{name}.yaml")] for name in ("base", "guess"))
+    wrong = ["train", str(tmp_path / "guess.yaml"), "--data.environment.largest", "1", "--output", str(tmp_path / "w")]
+    with environment.installed(EXAMPLES / "environment"):
+        *done, refused = environment.stack_each(*train, wrong, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert [each.returncode for each in done] == [0, 0], done
+    assert list(_losses(tmp_path / "guess")) == [1]
+    assert "data.environment.largest" in refused.stderr
+
+
 def test_an_engine_is_served_as_ours_is(environment, tmp_path):
     write_checkpoint(tmp_path)
     with environment.installed(EXAMPLES / "engine"):

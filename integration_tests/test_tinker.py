@@ -130,7 +130,7 @@ def test_a_client_learns_samples_and_continues_from_its_files(client):
         (lambda of: of.create_lora_training_client(rank=9), ConfigError, "rank 9; the maximum is 4"),
         (lambda of: of.create_lora_training_client(2, train_attn=False, train_mlp=False), ConfigError, "Nothing"),
         (lambda of: of.create_training_client_from_state("tinker://no/weights/x"), CheckpointError, "no weights at"),
-        (lambda of: of.create_training_client_from_state("../x"), CheckpointError, "is no path of weights"),
+        (lambda of: of.create_training_client_from_state("../x"), CheckpointError, "is not a path of weights"),
         (lambda of: of.create_lora_training_client(2).optim_step().result(), TrainingError, "no gradient"),
         (lambda of: of.create_lora_training_client(2).forward_backward([], "ppo").result(), DataError, "got no data"),
     ],

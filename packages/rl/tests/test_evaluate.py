@@ -136,7 +136,7 @@ def test_one_attempt_is_greedy(recipe, capsys):
     [
         (("--attempts", "0"), "--attempts is 0"),
         (("--attempts", "4", "--temperature", "0"), "all 4 attempts at a task would be the same"),
-        (("--attempts", "4", "--k", "8"), "--k is 8; pass@k needs 1 <= k <= --attempts, which is 4"),
+        (("--attempts", "4", "--k", "8"), "--k is 8; pass@k needs 1 <= k <= 4. Raise --attempts"),
         (("--temperature", "-1"), "--temperature is -1.0"),
     ],
 )

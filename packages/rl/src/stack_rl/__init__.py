@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     from stack_rl.objectives.preference import SimPOConfig as SimPOConfig
     from stack_rl.objectives.presets import CISPOConfig as CISPOConfig
     from stack_rl.objectives.presets import DAPOConfig as DAPOConfig
+    from stack_rl.objectives.presets import DistillConfig as DistillConfig
     from stack_rl.objectives.presets import DrGRPOConfig as DrGRPOConfig
     from stack_rl.objectives.presets import GRPOConfig as GRPOConfig
     from stack_rl.objectives.presets import GSPOConfig as GSPOConfig
+    from stack_rl.objectives.presets import ReinforceConfig as ReinforceConfig
     from stack_rl.objectives.presets import RLOOConfig as RLOOConfig
     from stack_rl.objectives.reward_model import RewardModelConfig as RewardModelConfig
     from stack_rl.rollouts import RolloutData as RolloutData
@@ -74,10 +76,12 @@ else:
             "stack_rl.objectives.presets": [
                 "CISPOConfig",
                 "DAPOConfig",
+                "DistillConfig",
                 "DrGRPOConfig",
                 "GRPOConfig",
                 "GSPOConfig",
                 "RLOOConfig",
+                "ReinforceConfig",
             ],
             "stack_rl.objectives.reward_model": ["RewardModelConfig"],
             "stack_rl.rollouts": ["RolloutData"],

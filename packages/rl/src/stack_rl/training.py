@@ -45,12 +45,20 @@ def train(
       ConfigError: an argument is not usable, or the environment has no rewards to set.
       StackError: as `stack_train.train`; stack-train is not installed.
     """
+    run = to_mapping(config.get("run", {}))
+    for name, given, argument in (
+        ("objective", config, "algorithm"),
+        ("environment", data or {}, "env"),
+        ("init_from", run, "model"),
+    ):
+        if name in given and given[name] is not None:
+            raise ConfigError(f"{name}={given[name]!r} and the argument {argument} set the same key. Leave {name} out.")
     whole = {
         **config,
         "output": str(output),
         "data": {**(data or {}), "name": "rollouts", "environment": _environment(env, reward)},
         "objective": algorithm,
-        "run": {**to_mapping(config.get("run", {})), "init_from": str(model)},
+        "run": {**run, "init_from": str(model)},
     }
     options = {name: whole.pop(name) for name in ("resume", "allow", "terminal") if name in whole}
     return _trainer()(whole, **options)
@@ -73,6 +81,10 @@ def _environment(env: Any, reward: Any) -> Any:
         env = {each.name: getattr(env, each.name) for each in dataclasses.fields(env)}
     if reward is None:
         return env
+    if "name" not in env:
+        raise ConfigError(
+            f"env is {env!r}, which lacks the key name. Set it to one of: {', '.join(registries.environments)}."
+        )
     kind = registries.environments[env["name"]]
     if "rewards" not in [each.name for each in dataclasses.fields(kind)]:
         raise ConfigError(f"The environment {env['name']!r} computes its own rewards. Leave reward out.")

@@ -61,7 +61,7 @@ class Reader:
 
     def read(self, data):
         if data.startswith(b"broken"):
-            raise DataError("The 6 bytes are no image.")
+            raise DataError("The 6 bytes are not an image.")
         data = data[16:20] if data.startswith(b"\x89PNG") else data  # the width of a PNG file
         pixels = np.frombuffer(data, np.uint8)[:, None]
         return ReadImage(pixels, len(pixels), (1, len(pixels)))
@@ -148,7 +148,7 @@ def test_an_image_that_a_policy_cannot_take_is_refused():
             {"type": "image", "image": 3},
             r'content.0 is {"type": "image"} with a int; expected an image of P',
         ),
-        ({"type": "image", "image": b"broken"}, "Image 1 of 1: The 6 bytes are no image"),
+        ({"type": "image", "image": b"broken"}, "Image 1 of 1: The 6 bytes are not an image"),
         (
             {"type": "image_url", "image_url": {"url": "cat.png"}},
             "content.0: The image 'cat.png' is no data",
@@ -201,7 +201,7 @@ def test_prompts_have_images_in_files_and_in_the_record(tmp_path):
     with pytest.raises(ChatTemplateError, match=r"tasks.jsonl:1: messages.0.content.0: .*two.png cannot be read"):
         records("two.png").build(Seeing(), seq_tokens=200, seed=0)
     (tmp_path / "two.png").write_bytes(b"broken")
-    with pytest.raises(DataError, match=r"tasks.jsonl:1: The 6 bytes are no image"):
+    with pytest.raises(DataError, match=r"tasks.jsonl:1: The 6 bytes are not an image"):
         records("two.png").build(Seeing(), seq_tokens=200, seed=0)
 
 

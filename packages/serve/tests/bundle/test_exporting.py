@@ -71,6 +71,8 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path) -> None
 
     with pytest.raises(RuntimeError, match="no"):
         bundle.export(tmp_path / "other", _function(fails, 2), licence="MIT")
+    with pytest.raises(BundleError, match="licence is empty"):
+        bundle.export(tmp_path / "other", _function(fails, 2), licence="")
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 

@@ -73,12 +73,8 @@ def format_of(address: str, ability: type) -> tuple[Any, Path]:
 def _check_options(options: Mapping[str, Any], source: str, from_format: Any, destination: str, to_format: Any) -> None:
     """Raises a ConversionError if an option does not apply to the source or destination format."""
     uses = {
-        "base": (from_format, ImportsAdapters, f"applies to adapters, but {source!r} is not an adapter. Leave it out"),
-        "ignore": (
-            from_format,
-            IgnoresKeys,
-            f"ignores keys of a config.json, but {source!r} does not have one. Leave it out",
-        ),
+        "base": (from_format, ImportsAdapters, f"applies to adapters, but {source!r} is not an adapter"),
+        "ignore": (from_format, IgnoresKeys, f"ignores keys of a config.json, but {source!r} does not have one"),
         "base_model": (to_format, ExportsAdapters, f"applies to written adapters, but {destination!r} is not one"),
         "stored": (to_format, ExportsStored, f"applies to formats with a choice of dtypes, unlike {destination!r}"),
         "importance": (to_format, ExportsByImportance, f"applies to quantized types of GGUF, unlike {destination!r}"),
@@ -86,11 +82,11 @@ def _check_options(options: Mapping[str, Any], source: str, from_format: Any, de
     for name in options:
         if name not in uses:
             raise ConversionError(
-                f"{name!r} is no option of a conversion.{nearest(name, uses)} Known: {', '.join(uses)}."
+                f"{name!r} is not an option of a conversion.{nearest(name, uses)} Known: {', '.join(uses)}."
             )
         used_by, ability, problem = uses[name]
         if not isinstance(used_by, ability):
-            raise ConversionError(f"--{name.replace('_', '-')} {problem}.")
+            raise ConversionError(f"--{name.replace('_', '-')} {problem}. Leave it out.")
 
 
 def _formats(*abilities: type) -> tuple[str, ...]:

@@ -95,8 +95,8 @@ class CausalLMConfig(Objective):
         if fact not in outputs.facts:
             name = "router_z_loss" if fact == "router_z" else fact
             raise ConfigError(
-                f"objective.{name}={getattr(self, name)} is a coefficient of what mixtures of experts say, but the "
-                "model has none. Set it to 0, or choose a family with experts."
+                f"objective.{name}={getattr(self, name)} is a coefficient of the routers of mixtures of experts, but "
+                "the model has none. Set it to 0, or choose a family with experts."
             )
         return outputs.facts[fact]
 

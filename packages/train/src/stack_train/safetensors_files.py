@@ -192,7 +192,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         raise ConversionError(
-            f"{path} is no whole safetensors file: {type(error).__name__}: {error}. Download it again."
+            f"{path} is not a complete safetensors file: {type(error).__name__}: {error}. Download it again."
         ) from error
 
 

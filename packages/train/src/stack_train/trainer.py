@@ -56,6 +56,10 @@ class Trainer:
         seed: int = 0,
         **step_options: Any,
     ) -> None:
+        if steps < 1:
+            raise ConfigError(f"steps is {steps}; expected at least 1 update.")
+        if checkpoint is not None and output is None:
+            raise ConfigError("checkpoint has no effect without output. Set output to a directory, or leave it out.")
         self._batch_of = _batch_function(data)
         self._program = Program(make_step(model, loss, optimizer, steps=steps, **step_options))
         self._directory = None if output is None else Path(output)

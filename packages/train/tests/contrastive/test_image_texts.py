@@ -152,7 +152,7 @@ def test_bad_images_and_texts_are_named(trained, tmp_path):
         model.image_features([])
     with pytest.raises(DataError, match=r"none\.png cannot be read"):
         model.image_features([tmp_path / "none.png"])
-    with pytest.raises(DataError, match="no image that Pillow reads"):
+    with pytest.raises(DataError, match="not an image that Pillow reads"):
         model.image_features([b"text"])
     with pytest.raises(DataError, match="has no tokenizer"):
         replace(model, tokenizer=None).text_features(["a red"])
@@ -268,7 +268,7 @@ def test_a_published_config_is_that_of_a_model_of_its_size():
         ("text_config", {"hidden_act": "relu"}, "text_config: hidden_act='relu', not 'quick_gelu' or 'gelu'"),
         ("vision_config", {"hidden_act": "silu"}, "vision_config: hidden_act='silu'"),
         ("vision_config", {"use_mask": True}, "vision_config: use_mask=True"),
-        (None, {"fusion": "late"}, "for what this model does not do: fusion='late'"),
+        (None, {"fusion": "late"}, r"does not implement: fusion='late'\. To ignore a key"),
         (None, {"text_config_dict": {"num_hidden_layers": 3}}, "num_hidden_layers=3 unlike text_config"),
         (None, {"vision_config": None}, "config.json has no vision_config"),
     ],

@@ -191,7 +191,7 @@ def test_bad_images_are_named(tmp_path):
         batches(data(tmp_path, chat("none.png")))
     (tmp_path / "text.png").write_text("no image")
     found = batches(data(tmp_path, chat("text.png")))
-    with pytest.raises(DataError, match=r"chats\.jsonl:1: .*text\.png: The 8 bytes are no image that Pillow reads"):
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: .*text\.png: The 8 bytes are not an image that Pillow reads"):
         found.train_batch(np.array([0]))
     with pytest.raises(DataError, match="has 1 times '<image>', which stands for an image, and 0 images"):
         batches(data(tmp_path, chat(answer="<image>")))

@@ -254,9 +254,9 @@ def test_a_run_trains_a_controlnet_resumes_is_exported_and_sampled(folder, encod
         DiffusionModel(opened, "steered")
     with pytest.raises(ConfigError, match="ControlNets are added to diffusers directories"):
         open_images(base.output, controlnet=tmp_path / "controlnet")
-    with pytest.raises(ConversionError, match="is no directory of a ControlNet"):
+    with pytest.raises(ConversionError, match="is not a directory of a ControlNet"):
         open_images(f"hf:{tmp_path / 'pipeline'}", controlnet=tmp_path / "pipeline")
     arguments = {"prompt": ("at 1 2",), "control": folder / "edges" / "a" / "1.png", "steps": 2}
     sample(f"hf:{tmp_path / 'pipeline'}", controlnet=tmp_path / "controlnet", out=tmp_path / "a.png", **arguments)
-    with pytest.raises(ConfigError, match=r"of a control image. Give --control"):
+    with pytest.raises(ConfigError, match=r"belong to a control image. Give --control"):
         sample(steered.output, prompt=("at 1 2",), control_scale=0.5)

@@ -97,7 +97,7 @@ def test_what_cannot_be_sampled_is_refused(run, options, error, message):
         ("model.image_size=16", "model.image_size is 16, not 8"),
         ("model.channels=4", "model.channels is 4, not 1"),
         ("model.classes=5", "model.classes is 5, fewer than 10"),
-        ("model.patch=3", "no multiple of patch=3"),
+        ("model.patch=3", "not a multiple of patch=3"),
         ("objective.name=causal_lm", "'tokens'"),
     ],
 )

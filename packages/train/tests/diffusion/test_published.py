@@ -79,7 +79,7 @@ def test_a_flux_that_predicts_other_channels_is_refused():
         ({"down_block_types": ["AttnDownBlock2D"] * 4}, r"down_block_types=\['AttnDownBlock2D'\], not DownBlock2D or"),
         ({"up_block_types": ["UpBlock2D"] * 4}, "up_block_types="),
         ({"attention_head_dim": [8, 8]}, "heads have 4, 4 and 2 entries"),
-        ({"norm_num_groups": 48}, "no multiples of groups=48"),
+        ({"norm_num_groups": 48}, "not multiples of groups=48"),
         ({"attention_head_dim": 7}, "a multiple of its number of heads"),
     ],
 )
@@ -123,7 +123,7 @@ def test_every_key_of_a_published_stable_diffusion_3_acts_and_is_written(name):
         ({"pos_embed_max_size": None}, "pos_embed_max_size=None"),
         ({"pos_embed_max_size": 60}, "128 x 128 exceed 120"),
         ({"force_zeros_for_pooled_projection": True}, "force_zeros_for_pooled_projection=True"),
-        ({"sample_size": 127}, "no multiple of patch=2"),
+        ({"sample_size": 127}, "not a multiple of patch=2"),
     ],
 )
 def test_another_stable_diffusion_3_is_refused(settings, message):

@@ -126,7 +126,7 @@ def test_a_size_that_does_not_fit_is_refused(size, message, directory):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"image_size": 7}, "Latents of 7 x 7 are no multiple of patch=2"),
+        ({"image_size": 7}, "Latents of 7 x 7 are not multiples of patch=2"),
         ({"image_size": 14}, "Latents of 14 x 14 exceed 12"),
         ({"dual_layers": 4}, "dual_layers=4 are more than layers=3"),
         ({"heads": 3, "head_dim": 6}, "18 wide; positions take a multiple of 4"),
@@ -140,7 +140,7 @@ def test_a_config_that_does_not_fit_is_refused(settings, message):
 def test_latents_that_the_patches_do_not_divide_are_refused():
     model = drawn(sd3.FAMILY, CONFIG)
     condition = {"text": jnp.zeros((1, 12, 64)), "pooled": jnp.zeros((1, 64))}
-    with pytest.raises(ConfigError, match="Latents of 8 x 5 are no multiple"):
+    with pytest.raises(ConfigError, match="Latents of 8 x 5 are not multiples"):
         jax.eval_shape(lambda: model(jnp.zeros((1, 8, 5, 4)), jnp.zeros(1), condition))
 
 

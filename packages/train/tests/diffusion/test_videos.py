@@ -180,7 +180,7 @@ def test_videos_that_cannot_be_read_are_named(pipeline, tmp_path):
     refused(r"1 of 1 files cannot be read as videos:(.|\n)*clip.gif", tmp_path / "broken")
     (tmp_path / "films").mkdir()
     (tmp_path / "films" / "clip.mp4").write_bytes(b"")
-    refused(r"clip.mp4 is no video of .*ffmpeg -i clip.mp4 clip/%05d.png", tmp_path / "films")
+    refused(r"clip.mp4 is not a video of .*ffmpeg -i clip.mp4 clip/%05d.png", tmp_path / "films")
     motions.write_videos(tmp_path / "silent", 1)
     (tmp_path / "silent" / "metadata.jsonl").unlink()
     refused(r"1 of 1 videos have no caption", tmp_path / "silent")

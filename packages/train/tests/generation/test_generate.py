@@ -247,4 +247,4 @@ def test_command_without_a_run(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["generate", str(tmp_path / "nothing"), "--prompt", "x"])
     assert caught.value.code == 2
-    assert "nothing is no directory" in capsys.readouterr().err
+    assert "nothing is not a directory" in capsys.readouterr().err

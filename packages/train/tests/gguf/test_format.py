@@ -102,7 +102,7 @@ def test_matrices_get_the_types_of_llama_cpp(tmp_path, tied):
     mixture = types_of("Q4_K_M")
     assert mixture["token_embd.weight"] == ("Q6_K" if tied else "Q4_K")
     assert mixture.get("output.weight") == (None if tied else "Q6_K")
-    # 96 is no multiple of 256; the sensitive layers of four are the last two.
+    # 96 is not a multiple of 256; the sensitive layers of four are the last two.
     assert [mixture[f"blk.{layer}.ffn_down.weight"] for layer in range(4)] == ["Q5_0", "Q5_0", "Q8_0", "Q8_0"]
     assert [mixture[f"blk.{layer}.attn_v.weight"] for layer in range(4)] == ["Q4_K", "Q4_K", "Q6_K", "Q6_K"]
     assert {mixture[f"blk.{layer}.ffn_up.weight"] for layer in range(4)} == {"Q4_K"}
@@ -359,13 +359,13 @@ def test_bad_input_is_named(tmp_path, monkeypatch):
     FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
     with pytest.raises(ConversionError, match="overwrites nothing"):
         FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
-    with pytest.raises(ConversionError, match="'Q5_9' is no type"):
+    with pytest.raises(ConversionError, match="'Q5_9' is not a type"):
         convert(str(tmp_path / "run"), f"gguf:{tmp_path / 'other.gguf'}", stored="Q5_9")
-    with pytest.raises(ConversionError, match="'Q8_0' is no layout that `hf:` writes"):
+    with pytest.raises(ConversionError, match="'Q8_0' is not a layout that `hf:` writes"):
         convert(str(tmp_path / "run"), f"hf:{tmp_path / 'other'}", stored="Q8_0")
     content = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "torn.gguf").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ConversionError, match=r"torn.gguf is no whole GGUF file"):
+    with pytest.raises(ConversionError, match=r"torn.gguf is not a complete GGUF file"):
         FORMAT.import_run(tmp_path / "torn.gguf", tmp_path / "again")
     renamed = content.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight")
     (tmp_path / "renamed.gguf").write_bytes(renamed)

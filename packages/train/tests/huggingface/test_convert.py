@@ -22,7 +22,7 @@ def test_there_and_back(make_checkpoint, tmp_path, capsys):
         ("run", "other", "one of the two is a run directory"),
         ("hf:a", "hf:b", "one of the two is a run directory"),
         ("hg:a", "run", "Unknown model format 'hg' in 'hg:a'. Known: gguf, hf, peft"),
-        ("hf:nothing", "run", "nothing is no directory. Give the directory of a Hugging Face checkpoint"),
+        ("hf:nothing", "run", "nothing is not a directory. Give the directory of a Hugging Face checkpoint"),
         ("nothing", "hf:back", "holds no run"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_run_starts_from_a_checkpoint_as_from_the_run_that_it_converts_to(conf
             r"from the directory of a run, or hf:DIR\. Convert first: stack convert gguf:.* RUN",
         ),
         ("hg:{}", {}, r"run\.init_from is 'hg:.*runs start from the directory of a run, or hf:DIR\.$"),
-        ("hf:{}/none", {}, r"none is no directory"),
+        ("hf:{}/none", {}, r"none is not a directory"),
     ],
 )
 def test_a_start_that_does_not_fit_is_refused_before_anything_is_written(

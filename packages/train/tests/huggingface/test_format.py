@@ -185,13 +185,13 @@ def test_a_repeated_tied_head_has_to_be_the_embedding(make_checkpoint, tmp_path)
     ("config", "message"),
     [
         ({"architectures": ["LlamaForCausalLn"]}, "Did you mean 'LlamaForCausalLM'"),
-        ({"architectures": None}, "architecture 'none'"),
+        ({"architectures": None}, "has no key 'architectures'"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', not 'silu'"),
         ({"rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, "Did you mean 'yarn'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"num_key_value_heads": 3}, "heads=4 is no multiple of kv_heads=3"),
+        ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
     ],
 )
 def test_unsupported_configs_are_refused_by_name(make_checkpoint, tmp_path, config, message):
@@ -240,17 +240,19 @@ def test_a_truncated_file_is_refused(make_checkpoint, tmp_path):
     source, _ = make_checkpoint()
     content = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(content[:-10])
-    with pytest.raises(ConversionError, match="no whole safetensors file"):
+    with pytest.raises(ConversionError, match="not a complete safetensors file"):
         FORMAT.import_run(source, tmp_path / "run")
     (source / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ConversionError, match="no whole safetensors file"):
+    with pytest.raises(ConversionError, match="not a complete safetensors file"):
         FORMAT.import_run(source, tmp_path / "run")
 
 
 def test_a_file_that_the_index_names_has_to_be_there(make_checkpoint, tmp_path):
     source, _ = make_checkpoint(files=2)
     (source / "model-1.safetensors").unlink()
-    with pytest.raises(ConversionError, match=r"model-1\.safetensors is no whole safetensors file: FileNotFoundError"):
+    with pytest.raises(
+        ConversionError, match=r"model-1\.safetensors is not a complete safetensors file: FileNotFoundError"
+    ):
         FORMAT.import_run(source, tmp_path / "run")
 
 

@@ -211,7 +211,7 @@ def test_an_unknown_key_is_refused_and_can_be_ignored(tmp_path, capsys):
     source = ["convert", f"hf:{tmp_path}/hf", str(tmp_path / "run")]
     for options, message in (
         ([], "acme_note='best'; acme_gain=2. To ignore a key .*--ignore KEY"),
-        (["--ignore", "acme_note"], "does not do: acme_gain=2"),
+        (["--ignore", "acme_note"], "does not implement: acme_gain=2"),
         (["--ignore", "acme_nose"], "no key 'acme_nose' to ignore. Did you mean 'acme_note'"),
     ):
         with pytest.raises(SystemExit):

@@ -452,7 +452,7 @@ def test_a_truncated_file_is_named(write):
     directory, _ = write("pack-quantized")
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(ConversionError, match="is no whole safetensors file"):
+    with pytest.raises(ConversionError, match="is not a complete safetensors file"):
         read_tensors(directory)
 
 

@@ -155,7 +155,7 @@ def test_keys_that_the_model_does_not_support_are_refused_by_name(changes, messa
         ({"kv_heads": 2}, "kv_heads=2: all heads share one key"),
         ({"rope_dim": 5}, "rope_dim=5: expected an even number"),
         ({"index_dim": 4}, "rope_dim=6: .* index_dim=4"),
-        ({"output_groups": 3}, "heads=4 is no multiple of output_groups=3"),
+        ({"output_groups": 3}, "heads=4 is not a multiple of output_groups=3"),
     ],
 )
 def test_sizes_that_the_model_cannot_have_are_refused(changes, message):

@@ -112,7 +112,7 @@ def test_what_an_encoder_does_not_do_is_refused(model):
 
 
 def test_wrong_sizes_are_refused():
-    with pytest.raises(ConfigError, match="embed=25 is no multiple of heads=4"):
+    with pytest.raises(ConfigError, match="embed=25 is not a multiple of heads=4"):
         make_model("bert", embed=25)
     with pytest.raises(ConfigError, match="heads of 5 features"):
         make_model("modernbert", embed=20)

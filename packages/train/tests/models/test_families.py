@@ -614,7 +614,7 @@ def test_heads_of_global_layers_are_read_from_either_key():
         ({"global_layers": (1, 7)}, r"global_layers names \[7\], and the model has layers=7"),
         ({"global_layers": (1, 3)}, "lacks the last layer, 6"),
         ({"global_head_dim": 7}, "global_head_dim=7 is odd"),
-        ({"global_kv_heads": 3}, "no multiple of global_kv_heads=3"),
+        ({"global_kv_heads": 3}, "not a multiple of global_kv_heads=3"),
         ({"shared_layers": 6}, "leaves no full_attention layer"),
         ({"shared_layers": 7}, "leaves no full_attention or sliding_attention layer"),
         ({"shared_layers": 0}, "wide_shared_mlp has no layers"),
@@ -696,7 +696,7 @@ def test_training_does_not_change_an_indexer(name):
         ({"layers": 4}, r"pattern='ME\*--' has 5 layers, more than layers=4"),
         ({"rope_theta": 5.0}, r"rope_theta=5.0: Nemotron-H has no rotary positions"),
         ({"tie_embeddings": True}, "tie_embeddings=True: .* its own head"),
-        ({"mamba_groups": 4}, "mamba_heads=6 is no multiple of mamba_groups=4"),
+        ({"mamba_groups": 4}, "mamba_heads=6 is not a multiple of mamba_groups=4"),
     ],
 )
 def test_layers_that_a_nemotron_h_cannot_have_are_refused(changes, message):

@@ -276,8 +276,8 @@ def test_segments_with_a_cache_are_refused():
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"embed": 100, "heads": 8}, "embed=100 is no multiple of heads=8"),
-        ({"heads": 8, "kv_heads": 3}, "heads=8 is no multiple of kv_heads=3"),
+        ({"embed": 100, "heads": 8}, "embed=100 is not a multiple of heads=8"),
+        ({"heads": 8, "kv_heads": 3}, "heads=8 is not a multiple of kv_heads=3"),
         ({"embed": 24, "heads": 8}, "head_dim=3 is odd"),
         ({"dtype": "int8"}, "dtype"),
         ({"kv_head": 3}, "Did you mean 'kv_heads'"),

@@ -101,7 +101,7 @@ def test_the_summary_says_what_was_trained_and_how_it_went(run):
     [
         (moment("failed", 20, 7, error="NonFiniteLoss: <nan>"), "Failed after step 7, .*NonFiniteLoss: &lt;nan&gt;"),
         (moment("stopped", 20, 7), "Stopped at step 7, "),
-        (moment("started", 20, 7, **STARTED), "the run goes on, or was killed"),
+        (moment("started", 20, 7, **STARTED), "the run is still running, or was killed"),
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else "",
 )

@@ -254,6 +254,8 @@ def _resolved(config):
         ("data.vocab_size=288", ConfigError, "tokenizer has 288 tokens, but model.vocab_size is 280"),
         ("model.max_positions=8", ConfigError, "seq_tokens is 16, but model.max_positions is 8"),
         ("run.accumulation_steps=3", ConfigError, "batch_size 4 is not a multiple"),
+        ("cluster.deadline_s=5", ConfigError, "cluster.deadline_s is 5.0, which has no effect without cluster.hosts"),
+        ("run.pipeline.microbatches=2", ConfigError, "run.pipeline.microbatches is 2, which has no effect without"),
         ("data.source=text:nowhere/*.txt", DataError, "nowhere"),
         ("mesh.tensor=64", ShardingError, "64"),
     ],

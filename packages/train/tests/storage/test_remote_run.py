@@ -176,7 +176,7 @@ def test_an_upload_that_fails_ends_the_run(directory: str, monkeypatch: pytest.M
 
 def test_addresses_and_settings_that_do_not_fit(tmp_path: Path) -> None:
     for output in ("s3://bucket", "s3:///run", "gs://bucket/a/../b"):
-        with pytest.raises(ConfigError, match=r"is no folder in object storage; expected 's3://BUCKET/FOLDER'"):
+        with pytest.raises(ConfigError, match=r"is not a folder in object storage; expected 's3://BUCKET/FOLDER'"):
             parse(RunConfig, {"model": MODEL, "output": output})
     for output in ("hdfs://host/run", "ftp://host/run"):
         with pytest.raises(ConfigError, match=output.partition(":")[0]):

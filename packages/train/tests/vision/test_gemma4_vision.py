@@ -137,8 +137,8 @@ def test_images_are_scaled_to_their_number_of_tokens():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 6}, "head_dim=6 is no multiple of 4"),
-        ({"kv_heads": 3}, "heads=2 is no multiple of kv_heads=3"),
+        ({"head_dim": 6}, "head_dim=6 is not a multiple of 4"),
+        ({"kv_heads": 3}, "heads=2 is not a multiple of kv_heads=3"),
     ],
 )
 def test_towers_of_other_sizes_are_refused(changes, message):

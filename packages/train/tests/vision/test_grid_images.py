@@ -48,7 +48,7 @@ def test_proportions_that_do_not_fit_are_refused():
         READER.read(png(2, 402)[0])
     with pytest.raises(DataError, match=r"more than max_pixels=432\. Crop it, or raise model.max_pixels"):
         READER.count_tokens(png(2, 400)[0])
-    with pytest.raises(DataError, match="The 3 bytes are no image"):
+    with pytest.raises(DataError, match="The 3 bytes are not an image"):
         READER.count_tokens(b"GIF")
 
 

@@ -186,7 +186,7 @@ def test_the_layer_of_features_has_no_default():
 
 
 def test_towers_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="embed=16 is no multiple of 4 heads=12"):
+    with pytest.raises(ConfigError, match="embed=16 is not a multiple of 4 heads=12"):
         replace(TOWER, heads=3)
     with pytest.raises(ConfigError, match="need channels=3 values"):
         replace(TOWER, std=(1.0,))

@@ -76,7 +76,7 @@ def test_pairs_of_an_axis_are_adjacent():
     [
         ({"window": 5}, "window=5 is smaller than a token of 6 pixels"),
         ({"full_layers": (0, 2)}, r"full_layers has \[2\], and the tower layers=2"),
-        ({"heads": 3}, "embed=16 is no multiple of 4 heads=12"),
+        ({"heads": 3}, "embed=16 is not a multiple of 4 heads=12"),
     ],
 )
 def test_towers_that_do_not_fit_are_refused(changes, message):

@@ -293,7 +293,7 @@ def test_settings_that_do_not_fit_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 3}, "embed=16 is no multiple of 4 heads=12"),
+        ({"heads": 3}, "embed=16 is not a multiple of 4 heads=12"),
         ({"deepstack": (1, 1)}, r"deepstack=\[1, 1\] are not ascending layers below layers=2"),
         ({"deepstack": (2,)}, r"deepstack=\[2\] are not ascending layers below layers=2"),
         ({"mean": (0.5,)}, "need channels=3 values"),

@@ -42,6 +42,7 @@ def named_function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise
     except Exception as error:  # A user's file may raise anything.
         raise ArgumentError(f"{path!r} cannot be run: {_describe(error, path)}") from error
+        raise ArgumentError(f"{path!r} cannot be run: {_format_error(error, path)}") from error
     fn = getattr(module, name, None)
     if not callable(fn):
         functions = [each for each, value in vars(module).items() if callable(value)]
@@ -65,11 +66,13 @@ def tracing(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None
         given = ", ".join(map(_type_of, arguments)) or "no arguments"
         raise ArgumentError(
             f"The function cannot be traced for ({given}): {_describe(error, file)} "
+            f"The function cannot be traced for ({given}): {_format_error(error, file)} "
             f"Check its arguments; on a command line {_ARGUMENTS}() returns them."
         ) from error
 
 
 def _describe(error: Exception, file: str | None) -> str:
+def _format_error(error: Exception, file: str | None) -> str:
     """Returns the type of an error, its last line in a file, and the first line of its message."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if frame.filename == file]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from stack_core.abi.config import Selected, load_yaml, parse
 from stack_core.abi.engines import checked_engine
@@ -75,7 +76,7 @@ def evaluate(  # noqa: PLR0913, each parameter is an option of the command
     temperature: float | None = None,
     seed: int = 0,
     per_task: Annotated[bool, Parameter(negative=())] = False,
-    samples: Annotated[int, Parameter(negative=())] = 0,
+    samples: Annotated[int, Parameter(negative=(), validator=Number(gte=0))] = 0,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Play the held-out tasks of a recipe: stack rl evaluate examples/add.yaml runs/add-chat --attempts 8
@@ -130,7 +131,7 @@ def _check_options(attempts: int, k: Sequence[int], temperature: float | None, s
             "or raise the temperature."
         )
     if k and (min(k) < 1 or max(k) > attempts):
-        raise ConfigError(f"--k is {' '.join(map(str, k))}; pass@k needs 1 <= k <= --attempts, which is {attempts}.")
+        raise ConfigError(f"--k is {' '.join(map(str, k))}; pass@k needs 1 <= k <= {attempts}. Raise --attempts.")
 
 
 def played(

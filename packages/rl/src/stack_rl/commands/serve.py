@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from stack_core.abi.plugins import registries
 
@@ -23,8 +24,8 @@ def serve(
     /,
     *,
     output: Path = Path("tinker"),
-    port: int = 8000,
-    max_rank: int = 32,
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000,
+    max_rank: Annotated[int, Parameter(validator=Number(gte=1))] = 32,
     api_key: tuple[str, ...] = (),
     model_name: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,

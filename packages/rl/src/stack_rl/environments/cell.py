@@ -43,7 +43,7 @@ class CellConfig:
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
         if seq_tokens < 6:
-            raise ConfigError(f"data.seq_tokens is {seq_tokens}; an episode of 'cell' has 6 tokens.")
+            raise ConfigError(f"data.seq_tokens is {seq_tokens}; an episode of 'cell' has 6 tokens. Raise it.")
         start = lambda rng: _Episode(rng.integers(_DIGITS, size=self.cells).tolist(), int(rng.integers(self.cells)))
         return SymbolTasks(seed, self.held_out, start=start, label=self.name, symbols=_NAMES)
 

@@ -255,7 +255,7 @@ class LocalClient:
         model_id, *rest = path.removeprefix(_SCHEME).split("/")
         parts = [*model_id.split(":"), *rest]
         if not path.startswith(_SCHEME) or len(rest) != 2 or not all(map(_NAME.fullmatch, parts)):
-            raise CheckpointError(f"{path!r} is no path of weights; expected {_SCHEME}MODEL/{_WEIGHTS}/NAME.")
+            raise CheckpointError(f"{path!r} is not a path of weights; expected {_SCHEME}MODEL/{_WEIGHTS}/NAME.")
         return self.directory.joinpath("-".join(model_id.split(":")), *rest)
 
     def _new_name(self) -> str:

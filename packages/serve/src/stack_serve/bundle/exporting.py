@@ -85,10 +85,12 @@ def export(
       name: name of the model; None uses the directory's name, or its parent's for a version such as digits/1.
 
     Raises:
-      BundleError: a function or a parameter cannot be exported.
+      BundleError: a function or a parameter cannot be exported, or the licence is empty.
       ConversionError: `directory` exists or cannot be written.
       InferenceError: an example does not fit its function.
     """
+    if not licence:
+        raise BundleError("The licence is empty. Give an SPDX expression, such as Apache-2.0, or its text.")
     directory = Path(directory)
     arrays, structure = _parameters(params)
     with atomic_directory(directory) as partial:

@@ -80,10 +80,14 @@ def read_manifest(directory: Path) -> Manifest:
         sealed = json.loads(_read(path))
         content, expected = sealed["content"], sealed["sha256"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"{path} is damaged: it cannot be parsed ({type(error).__name__}: {error}).") from error
+        raise CheckpointDamaged(
+            f"{path} is damaged: it cannot be parsed ({type(error).__name__}: {error}). Name an earlier checkpoint."
+        ) from error
     # Before the format, which a damaged file may state wrongly.
     if _sha256(_canonical(content)) != expected:
-        raise CheckpointDamaged(f"{path} is damaged: its content does not match its own SHA-256.")
+        raise CheckpointDamaged(
+            f"{path} is damaged: its content does not match its own SHA-256. Name an earlier checkpoint."
+        )
     if content["format"] > _FORMAT:
         raise CheckpointError(
             f"{path} is of format {content['format']}; this version of stack-train reads up to {_FORMAT}. Upgrade it."

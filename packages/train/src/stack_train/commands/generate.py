@@ -56,6 +56,11 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
         "seed": seed,
         "stop": stop,
     }
+    if temperature == 0 and (unused := [name for name in ("top_k", "top_p") if settings[name] is not None]):
+        raise GenerationError(
+            f"--{unused[0].replace('_', '-')} has no effect with --temperature 0, which takes the most likely token. "
+            "Leave out one of them."
+        )
     sampling = parse(SamplingConfig, {name: value for name, value in settings.items() if value is not None})
     keep_compiled()
     generator = TextGenerator(open_for_generation(source, sources=True), kv_cache)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from stack_core.abi.config import parse, parse_yaml
 from stack_core.abi.errors import ConfigError, DataError, GenerationError
@@ -44,7 +45,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     size: str | None = None,
     frames: int | None = None,
     fps: float = 16.0,
-    seed: Annotated[int, Parameter(negative=())] = 0,
+    seed: Annotated[int, Parameter(negative=(), validator=Number(gte=0, lt=2**63))] = 0,
 ) -> None:
     """Sample images or videos: stack sample RUN --label 3 --out grid.png, stack sample hf:DIR --prompt "a red cat"
 
@@ -143,9 +144,11 @@ def _check_options(
     if prompt and label:
         raise ConfigError("Give --prompt or --label, not both: a model is conditioned on either texts or labels.")
     if control is None and influence != (1.0, 0.0, 1.0):
-        raise ConfigError("--control-scale, --control-start and --control-end are of a control image. Give --control.")
+        raise ConfigError(
+            "--control-scale, --control-start and --control-end belong to a control image. Give --control."
+        )
     if mask is not None and image is None:
-        raise ConfigError("--mask chooses the part of an image that is made anew. Give --image.")
+        raise ConfigError("--mask selects the part of an image to repaint. Give --image.")
 
 
 def _check_label(label: tuple[int, ...], opened: Any) -> None:

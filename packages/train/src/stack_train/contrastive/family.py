@@ -11,7 +11,7 @@ from stack_core.abi.errors import ConversionError
 from stack_core.abi.objectives import Objective
 from stack_train.contrastive.dual_encoder import DualEncoder
 from stack_train.data.kinds.image_texts import ImageTextsData
-from stack_train.models.reader import Reader
+from stack_train.models.reader import Reader, unsupported
 from stack_train.models.weight_map import WeightRule
 from stack_train.vision.preprocessor import RESAMPLING, apply_preprocessor, read_resampling
 
@@ -61,9 +61,7 @@ class DualEncoderConfigMap:
         for name, reader in readers.items():
             problems += [f"{name}: {problem}" for problem in (*reader.problems, *reader.unread())]
         if problems:
-            raise ConversionError(
-                f"{self.architecture} asks in its config.json for what this model does not do: {'; '.join(problems)}."
-            )
+            raise unsupported(self.architecture, problems, has_unread=bool(outer.unread()))
         return found
 
     def write(self, config: Any) -> dict[str, Any]:

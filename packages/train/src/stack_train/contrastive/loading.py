@@ -104,7 +104,7 @@ class ImageTextModel:
         if isinstance(texts, str) or not len(texts):
             raise ArgumentError(f"texts is {texts!r}; a list of one or more strings was expected.")
         if self.tokenizer is None:
-            raise DataError(f"{self.address} has no tokenizer.json. Put the tokenizer of the model beside its weights.")
+            raise DataError(f"{self.address} has no tokenizer.json. Copy the tokenizer of the model there.")
         names = [f"text {text[:60]!r}" for text in texts]
         _, rows = TextRows.of(self.tokenizer, self.config).fitting(names, texts, "error")
         return self._in_batches(self._of_texts, rows)

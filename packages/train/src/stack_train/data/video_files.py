@@ -46,8 +46,9 @@ def find_videos(pattern: str) -> tuple[Path, ...]:
             videos.append(path)
         elif not (path.suffix in (".txt", _FRAME) or path.name == METADATA):
             raise DataError(
-                f"{path} is no video of data.source={pattern!r}: GIF and WebP files and folders of PNG files are read. "
-                f"Convert it: mkdir {path.stem} && ffmpeg -i {path.name} {path.stem}/%05d.png, or narrow the glob."
+                f"{path} is not a video of data.source={pattern!r}: GIF and WebP files and folders of PNG files are "
+                f"read. Convert it: mkdir {path.stem} && ffmpeg -i {path.name} {path.stem}/%05d.png, or narrow the "
+                "glob."
             )
     if not videos:
         raise DataError(

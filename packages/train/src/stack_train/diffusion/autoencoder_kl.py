@@ -69,10 +69,10 @@ class AutoencoderKlConfig:
         if not self.widths:
             raise ConfigError("widths is empty; give the channels of each level, such as [128, 256, 512, 512].")
         if wrong := [width for width in self.widths if width % self.groups]:
-            raise ConfigError(f"widths={list(self.widths)}: {wrong} are no multiples of groups={self.groups}.")
+            raise ConfigError(f"widths={list(self.widths)}: {wrong} are not multiples of groups={self.groups}.")
         if self.image_size % self.downsampling:
             raise ConfigError(
-                f"image_size={self.image_size} is no multiple of {self.downsampling}, by which {len(self.widths)} "
+                f"image_size={self.image_size} is not a multiple of {self.downsampling}, by which {len(self.widths)} "
                 "levels shrink an image. Change image_size or widths."
             )
 

@@ -143,7 +143,7 @@ class AutoencoderKlWanConfig:
         self.latent_frames(frames)
         if height % self.downsampling or width % self.downsampling:
             raise ConfigError(
-                f"Frames of {height} x {width} pixels are no multiples of {self.downsampling}, by which the "
+                f"Frames of {height} x {width} pixels are not multiples of {self.downsampling}, by which the "
                 f"{len(self.multipliers)} levels shrink them. Take other sides (image_size)."
             )
 

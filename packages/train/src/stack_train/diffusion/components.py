@@ -93,7 +93,7 @@ class Component:
         found |= self.read_others(reader)
         if wrong := [*reader.problems, *reader.unread()]:
             raise ConversionError(
-                f"{self.class_name} asks in its {_CONFIG} for what this model does not do: {'; '.join(wrong)}."
+                f"The {_CONFIG} of {self.class_name} has settings that stack does not implement: {'; '.join(wrong)}."
                 + (" A key that does not change what it computes can be deleted there." if reader.unread() else "")
             )
         try:

@@ -169,7 +169,7 @@ def load_controlnet(directory: Path, unet: Any, downsampling: int) -> ControlNet
             f"ControlNets of UNets without a mask are supported, and the denoiser is {given}. Leave the ControlNet out."
         )
     if not (directory / "config.json").is_file():
-        raise ConversionError(f"{directory} is no directory of a ControlNet: it lacks config.json.")
+        raise ConversionError(f"{directory} is not a directory of a ControlNet: it lacks config.json.")
     loaded, model = load_component(COMPONENT, directory)
     wrong = [
         f"{name} is {getattr(loaded, name)}, and the UNet's is {getattr(unet, name)}"

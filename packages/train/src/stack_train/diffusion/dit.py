@@ -81,7 +81,9 @@ class DitConfig:
 
     def __post_init__(self) -> None:
         if self.image_size % self.patch:
-            raise ConfigError(f"image_size={self.image_size} is no multiple of patch={self.patch}; change one of them.")
+            raise ConfigError(
+                f"image_size={self.image_size} is not a multiple of patch={self.patch}; change one of them."
+            )
         if self.embed % 4:
             raise ConfigError(
                 f"heads={self.heads} x head_dim={self.head_dim} is {self.embed} wide; positions take a multiple of 4: "

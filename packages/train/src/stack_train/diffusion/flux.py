@@ -104,7 +104,9 @@ class FluxConfig:
                 f"rope_axes={list(self.rope_axes)}: rotary positions turn pairs of features; take even ones."
             )
         if self.image_size % self.patch:
-            raise ConfigError(f"image_size={self.image_size} is no multiple of patch={self.patch}; change one of them.")
+            raise ConfigError(
+                f"image_size={self.image_size} is not a multiple of patch={self.patch}; change one of them."
+            )
 
     @property
     def embed(self) -> int:

@@ -25,7 +25,7 @@ def check_image_reward(reward: str) -> None:
         open_image_reward(reward)
     elif not local_path(reward.partition(":")[2]).is_dir():
         raise ConfigError(
-            f"data.reward is {reward!r}, which is no directory. Give the directory of an image-text model."
+            f"data.reward is {reward!r}, which is not a directory. Give the directory of an image-text model."
         )
 
 

@@ -182,7 +182,7 @@ class ImageSampler:
             raise GenerationError("The model makes videos of prompts only. Leave the image out.", parameter="image")
         if start is None and sampler.strength != 1.0:
             raise GenerationError(
-                f"strength={sampler.strength} is how much of an image is made anew. Give an image.",
+                f"strength={sampler.strength} is the fraction of the steps applied to an initial image. Give an image.",
                 parameter="strength",
             )
         if self.encoders is None:
@@ -325,7 +325,7 @@ class ImageSampler:
         classes = self.config.classes
         if classes and (wrong := sorted({label for label in labels if not 0 <= label < classes})):
             raise GenerationError(
-                f"The model knows the labels 0 to {classes - 1}, not {', '.join(map(str, wrong))}.", parameter="label"
+                f"The model has the labels 0 to {classes - 1}, not {', '.join(map(str, wrong))}.", parameter="label"
             )
 
 
@@ -353,7 +353,7 @@ def open_images(
     """
     path = local_path(address.removeprefix("hf:"))
     if not path.exists():
-        raise ConversionError(f"{address} is no directory of a run or of diffusers.{hub_advice(address)}")
+        raise ConversionError(f"{address} is not a directory of a run or of diffusers.{hub_advice(address)}")
     if address.startswith("hf:") or (path / INDEX).is_file():
         pipeline = open_pipeline(path)
         for file, scale in (loras or {}).items():

@@ -132,7 +132,7 @@ class Sd3Config:
         """Raises a ConfigError if the model does not support latents of this size."""
         if height % self.patch or width % self.patch:
             raise ConfigError(
-                f"Latents of {height} x {width} are no multiple of patch={self.patch}. Take other sides (image_size)."
+                f"Latents of {height} x {width} are not multiples of patch={self.patch}. Take other sides (image_size)."
             )
         if max(height, width) > (limit := self.patch * self.max_patches):
             raise ConfigError(

@@ -114,7 +114,7 @@ class UnetConfig:
                 f"{len(self.heads)} entries; each needs one entry per level."
             )
         if wrong := [width for width in self.widths if width % self.groups]:
-            raise ConfigError(f"widths={list(self.widths)}: {wrong} are no multiples of groups={self.groups}.")
+            raise ConfigError(f"widths={list(self.widths)}: {wrong} are not multiples of groups={self.groups}.")
         attends = [*self.transformer_layers[:-1], 1]  # the middle attends with the last level's heads
         if wrong := [(w, h) for w, h, n in zip(self.widths, self.heads, attends, strict=True) if n and w % h]:
             raise ConfigError(f"widths and heads are {wrong}; each width is a multiple of its number of heads.")

@@ -28,7 +28,7 @@ class SamplingConfig:
     temperature: NonNegativeFloat = 1.0
     top_k: NonNegativeInt = 0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
     @property

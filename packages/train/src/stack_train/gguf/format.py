@@ -106,7 +106,9 @@ class GgufFormat:
         """
         gguf, stored = _library(), stored or self.stored_types[0]
         if stored not in self.stored_types:
-            raise ConversionError(f"{stored!r} is no type that is written; take one of {', '.join(self.stored_types)}.")
+            raise ConversionError(
+                f"{stored!r} is not a type that can be written; take one of {', '.join(self.stored_types)}."
+            )
         if directory.exists():
             raise ConversionError(f"{directory} exists; a conversion overwrites nothing. Choose a new path.")
         if importance is not None and stored in ("F16", "Q8_0"):
@@ -361,7 +363,7 @@ class _Source:
             file = read_file(gguf, path)
         except (OSError, ValueError) as error:
             raise ConversionError(
-                f"{path} is no whole GGUF file: {type(error).__name__}: {error}. Give a complete file."
+                f"{path} is not a complete GGUF file: {type(error).__name__}: {error}. Give a complete file."
             ) from error
         settings, tensors = file.settings, file.tensors
         config, architecture = _config_of(settings, tensors, path)

@@ -231,5 +231,7 @@ def _bytes_of(tensor: StoredTensor) -> np.ndarray:
         file.seek(8 + header_bytes + start)
         content = file.read(end - start)
     if len(content) != end - start:
-        raise ConversionError(f"{tensor.path} is no whole safetensors file: {tensor.name} is cut. Download it again.")
+        raise ConversionError(
+            f"{tensor.path} is not a complete safetensors file: {tensor.name} is cut. Download it again."
+        )
     return np.frombuffer(content, np.uint8)

@@ -203,7 +203,7 @@ class HuggingFaceFormat:
         directory = on_disk(directory)
         if data is None:
             raise ConversionError(
-                f"{directory} does not say what its model was trained on. Give documents to measure on: "
+                f"{directory} does not name the training data of its model. Give documents for the measurement: "
                 f"--data SOURCE, with a source among {', '.join(registries.data_sources.names())}."
             )
         source = _open_language_model(directory)
@@ -316,7 +316,7 @@ def _float_tensors(run: Path, saved: RunConfig, family: Any, store: CheckpointSt
 
 def _check_layout(stored: str, run: Path, saved: RunConfig) -> None:
     if stored not in LAYOUTS:
-        raise ConversionError(f"{stored!r} is no layout that `hf:` writes; take one of {', '.join(LAYOUTS)}.")
+        raise ConversionError(f"{stored!r} is not a layout that `hf:` writes; take one of {', '.join(LAYOUTS)}.")
     if not holds_codes(saved):
         raise ConversionError(
             f"{stored!r} is a layout of quantized parameters, and {run} is not quantized. Quantize it first: "

@@ -282,7 +282,7 @@ def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float3
 def _read_config(directory: Path) -> dict[str, Any]:
     mapping = _read_mapping(directory / "config.json")
     if mapping is None:
-        problem = f"{directory} has no config.json" if directory.is_dir() else f"{directory} is no directory"
+        problem = f"{directory} has no config.json" if directory.is_dir() else f"{directory} is not a directory"
         raise ConversionError(
             f"{problem}. Give the directory of a Hugging Face checkpoint, with config.json and model.safetensors. "
             "Files of llama.cpp are opened as gguf:FILE, models of the hub as hf:ORG/MODEL."
@@ -323,6 +323,10 @@ def _family_of(mapping: Mapping[str, Any], directory: Path) -> Any:
     parts.sort(key=lambda part: part[1].config_map.model_type == kind)
     # An architecture of its own takes precedence over the same name as a part of a larger model.
     known = dict(parts) | known
+    if not mapping.get("architectures"):
+        raise ConversionError(
+            f"{directory}: config.json has no key 'architectures', which names the model's class. Add it."
+        )
     if (architecture := _architecture(mapping)) not in known:
         raise ConversionError(
             f"{directory} is of architecture {architecture!r}, which no installed model has."
@@ -338,7 +342,8 @@ def _architecture(mapping: Mapping[str, Any]) -> str:
 def _without(mapping: Mapping[str, Any], keys: Collection[str]) -> Mapping[str, Any]:
     if unknown := [key for key in keys if key not in mapping]:
         raise ConversionError(
-            f"config.json has no key {', '.join(map(repr, unknown))} to ignore.{nearest(unknown[0], mapping)}"
+            f"config.json has no key {', '.join(map(repr, unknown))} to ignore.{nearest(unknown[0], mapping)} Leave it "
+            "out."
         )
     return {key: value for key, value in mapping.items() if key not in keys}
 

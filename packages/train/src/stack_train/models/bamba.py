@@ -62,7 +62,7 @@ class Mamba2Config(DecoderConfig):
         super().__post_init__()
         if self.mamba_heads % self.mamba_groups:
             raise ConfigError(
-                f"mamba_heads={self.mamba_heads} is no multiple of mamba_groups={self.mamba_groups}; change one."
+                f"mamba_heads={self.mamba_heads} is not a multiple of mamba_groups={self.mamba_groups}; change one."
             )
 
     @property
@@ -147,7 +147,7 @@ def write_mamba(config: HybridConfig) -> dict[str, Any]:
     inner = config.mamba_heads * config.mamba_head_dim
     if inner % config.embed:
         raise ConversionError(
-            f"mamba_heads={config.mamba_heads} times mamba_head_dim={config.mamba_head_dim} is no multiple of "
+            f"mamba_heads={config.mamba_heads} times mamba_head_dim={config.mamba_head_dim} is not a multiple of "
             f"embed={config.embed}, and a config.json stores the quotient. Change one of them."
         )
     return {"mamba_expand": inner // config.embed, "mamba_d_head": config.mamba_head_dim}

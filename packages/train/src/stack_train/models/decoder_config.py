@@ -73,9 +73,11 @@ class DecoderConfig:
     def check_heads(self) -> None:
         """Raises a ConfigError if attention does not support these sizes."""
         if self.head_dim is None and self.embed % self.heads:
-            raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; set head_dim or change one.")
+            raise ConfigError(
+                f"embed={self.embed} is not a multiple of heads={self.heads}; set head_dim or change one."
+            )
         if self.heads % self.kv_head_count:
-            raise ConfigError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}; change one of them.")
+            raise ConfigError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one of them.")
         if self.head_size % 2:
             raise ConfigError(f"head_dim={self.head_size} is odd; rotary positions turn pairs of features.")
 

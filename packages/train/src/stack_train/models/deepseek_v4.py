@@ -105,7 +105,9 @@ class DeepseekV4Config(ExpertsConfig):
         if self.kv_heads not in (None, 1):
             raise ConfigError(f"kv_heads={self.kv_heads}: all heads share one key. Remove the setting.")
         if self.head_dim is None and self.embed % self.heads:
-            raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; set head_dim or change one.")
+            raise ConfigError(
+                f"embed={self.embed} is not a multiple of heads={self.heads}; set head_dim or change one."
+            )
         if self.rope_dim % 2 or self.rope_dim > min(self.head_size, self.index_dim):
             raise ConfigError(
                 f"rope_dim={self.rope_dim}: expected an even number of at most head_dim={self.head_size} and "
@@ -113,7 +115,7 @@ class DeepseekV4Config(ExpertsConfig):
             )
         if self.heads % self.output_groups:
             raise ConfigError(
-                f"heads={self.heads} is no multiple of output_groups={self.output_groups}; change one of them."
+                f"heads={self.heads} is not a multiple of output_groups={self.output_groups}; change one of them."
             )
 
     @property

@@ -83,7 +83,8 @@ class Gemma4Settings(DecoderConfig):
             )
         if self.heads % self.global_kv_head_count:
             raise ConfigError(
-                f"heads={self.heads} is no multiple of global_kv_heads={self.global_kv_head_count}; change one of them."
+                f"heads={self.heads} is not a multiple of global_kv_heads={self.global_kv_head_count}; change one of "
+                "them."
             )
         if outside := [layer for layer in self.global_layers or () if layer >= self.layers]:
             raise ConfigError(f"global_layers names {outside}, and the model has layers={self.layers}; remove them.")

@@ -9,7 +9,17 @@ from stack_core.abi.config import parse, to_mapping
 from stack_core.abi.errors import ConfigError, ConversionError, nearest
 from stack_train.models.harmless_keys import HARMLESS_KEYS
 
-__all__ = ["COMMON", "ConfigMap", "Reader", "Setting", "periodic", "read_rope", "read_rotary_share", "write_rope"]
+__all__ = [
+    "COMMON",
+    "ConfigMap",
+    "Reader",
+    "Setting",
+    "periodic",
+    "read_rope",
+    "read_rotary_share",
+    "unsupported",
+    "write_rope",
+]
 
 _SCALINGS = {
     "linear": ops.LinearScaling,
@@ -81,6 +91,22 @@ class Setting:
 _IGNORE = (
     "To ignore a key that does not change what the model computes: stack convert hf:DIR RUN --ignore KEY, and use RUN."
 )
+
+
+def unsupported(architecture: str, problems: Sequence[str], *, has_unread: bool) -> ConversionError:
+    """Returns the error for settings of a config.json that a family does not implement.
+
+    Args:
+      architecture: architecture of the checkpoint.
+      problems: the settings, with their values.
+      has_unread: True if a key without a known meaning is among them, which `--ignore` removes.
+    """
+    advice = f" {_IGNORE}" if has_unread else ""
+    return ConversionError(
+        f"The config.json of {architecture} has settings that this model does not implement: {'; '.join(problems)}."
+        f"{advice}"
+    )
+
 
 COMMON = (
     Setting("vocab_size", ("vocab_size",), 32_000),
@@ -223,11 +249,7 @@ class ConfigMap:
         except ConversionError as error:
             raise ConversionError(f"{self.architecture}: {error}") from error
         if wrong := [*reader.problems, *reader.unread()]:
-            advice = f" {_IGNORE}" if reader.unread() else ""
-            raise ConversionError(
-                f"{self.architecture} asks in its config.json for what this model does not do: {'; '.join(wrong)}."
-                f"{advice}"
-            )
+            raise unsupported(self.architecture, wrong, has_unread=bool(reader.unread()))
         return found
 
     def write(self, config: Any) -> dict[str, Any]:

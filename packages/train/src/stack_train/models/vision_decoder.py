@@ -12,7 +12,7 @@ from stack_core.abi.errors import ArgumentError, ConversionError
 from stack_core.abi.models import ImageTokens, Outputs
 from stack_train.models.decoder import Decoder
 from stack_train.models.family import DecoderFamily
-from stack_train.models.reader import ConfigMap, Reader
+from stack_train.models.reader import ConfigMap, Reader, unsupported
 from stack_train.models.weight_map import WeightRule
 from stack_train.vision.image_tokens import select_image_tokens
 
@@ -119,9 +119,7 @@ class VisionConfigMap(ConfigMap):
         found["vision"] = self.read_tower(vision, found)
         found |= self.read_outer(outer)
         if problems := [*outer.problems, *outer.unread(), *vision.problems, *vision.unread()]:
-            raise ConversionError(
-                f"{self.architecture} asks in its config.json for what this model does not do: {'; '.join(problems)}."
-            )
+            raise unsupported(self.architecture, problems, has_unread=bool(outer.unread()))
         return found
 
     def written(

@@ -85,8 +85,8 @@ def run_stages(
     for name, leaf in [*layers.trained.items(), *layers.mutable.items(), *layers.frozen.items()]:
         if leaf.shape[0] % (stages * chunks):
             raise ShardingError(
-                f"{name} has {leaf.shape[0]} layers, which is no multiple of {stages * chunks}: mesh.stage={stages} x "
-                f"run.pipeline.chunks={chunks} pieces. Change model.layers, mesh.stage or run.pipeline.chunks.",
+                f"{name} has {leaf.shape[0]} layers, which is not a multiple of {stages * chunks}: mesh.stage={stages} "
+                f"x run.pipeline.chunks={chunks} pieces. Change model.layers, mesh.stage or run.pipeline.chunks.",
                 logical_axes=["layers"],
             )
         # The codes and scales of a quantized array are cut like one array.

@@ -42,7 +42,7 @@ def _ending(history: Sequence[Record]) -> Markup:
     last = history[-1]
     match last["event"]:
         case "started":
-            said = f"No end is recorded since {_moment(last)}: the run goes on, or was killed."
+            said = f"No end is recorded since {_moment(last)}: the run is still running, or was killed."
         case "failed":
             said = f"Failed after step {last['step']:,}, {_moment(last)}. {last['error']}"
         case how:

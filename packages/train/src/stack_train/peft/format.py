@@ -83,7 +83,7 @@ class PeftFormat:
         named = read_settings(directory).base if base is None else str(base)
         if named is None or not RunDirectory(Path(named)).config.is_file():
             raise ConversionError(
-                f"{directory} is an adapter of {named!r}, which is no run. Name the run that holds its base, "
+                f"{directory} is an adapter of {named!r}, which is not a run. Name the run that holds its base, "
                 "--base RUN; `stack convert hf:DIR RUN` makes one of a Hugging Face checkpoint."
             )
         # Absolute, because the new run may be resumed from another folder.

@@ -39,7 +39,10 @@ def write_peft(
         )
     kinds = {each.magnitude is not None for each in adapters.values()}
     if len(kinds) > 1:
-        raise ConversionError("Some adapters have magnitudes (DoRA) and some have none; PEFT knows one kind a model.")
+        raise ConversionError(
+            "Some adapters have magnitudes (DoRA) and some do not; PEFT supports one kind per model. Convert the run "
+            "with its adapters merged: stack convert RUN hf:DIR."
+        )
     adapted = {name: module for name, module in modules.items() if module.parameter in adapters}
     settings = {**_FIXED, **_settings(adapted, modules, adapters), "base_model_name_or_path": base}
     (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

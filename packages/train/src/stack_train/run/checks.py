@@ -8,11 +8,12 @@ from stack_core.abi.adapters import AdaptsModels
 from stack_core.abi.config import differences, dotted_keys, is_under, to_mapping, with_current_keys
 from stack_core.abi.errors import ConfigError, nearest
 from stack_core.abi.plugins import registries
+from stack_core.runtime.config import ClusterConfig
 from stack_train.data.ramp import check_ramp
 from stack_train.data.settings import BPE, saved_addresses, source_addresses
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.objectives import as_objective, check_accumulation, check_inputs
-from stack_train.run.config import RunConfig
+from stack_train.run.config import PipelineConfig, RunConfig
 from stack_train.run.resolve import ResolvedRun
 from stack_train.run.source_files import changed_files
 from stack_train.run.start import Start, model_differences
@@ -47,7 +48,8 @@ def check(run: ResolvedRun, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def check_sections(config: RunConfig) -> None:
-    """Raises a ConfigError if sections contradict each other."""
+    """Raises a ConfigError if sections contradict each other, or settings would have no effect."""
+    _check_used(config)
     config.batches.check(config.model)
     shapes = config.batches.spec(config.model)
     objective = as_objective(config.objective.build())
@@ -75,6 +77,21 @@ def check_sections(config: RunConfig) -> None:
             f"{config.run.accumulation_steps}. Change one of them."
         )
     check_ramp(config.run.ramp, batch_size)
+
+
+def _check_used(config: RunConfig) -> None:
+    """Raises a ConfigError for settings of several hosts or pipeline stages in a run with one."""
+    single = {
+        "cluster": (config.cluster, ClusterConfig(), config.cluster.hosts is None, "cluster.hosts"),
+        "run.pipeline": (config.run.pipeline, PipelineConfig(), config.mesh.stage == 1, "mesh.stage"),
+    }
+    for section, (given, default, is_single, key) in single.items():
+        if is_single and (lines := differences(to_mapping(given), to_mapping(default))):
+            name, _, value = lines[0].partition(":")
+            raise ConfigError(
+                f"{section}.{name} is{value.partition(', not')[0]}, which has no effect without {key}. Set {key}, or "
+                f"leave {section}.{name} out."
+            )
 
 
 def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:

@@ -35,7 +35,7 @@ __all__ = ["PipelineConfig", "RunConfig", "RunSettings", "batches_of", "run_conf
 
 @config
 class PipelineConfig:
-    """Pipeline parallelism: the schedule of the stages of `mesh.stage`. Ignored if there is one stage.
+    """Pipeline parallelism: the schedule of the stages of `mesh.stage`, which must be more than 1.
 
     Attributes:
       schedule: pipeline schedule. "1f1b" stores the inputs of at most 2 x stages microbatches on a stage, "gpipe" the
@@ -76,7 +76,7 @@ class RunSettings:
     ramp: tuple[RampStage, ...] = ()
     evaluate_every_steps: NonNegativeInt = 0
     minutes: PositiveFloat | None = None
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     init_from: Annotated[StorageAddress, AfterValidator(lambda address: address.removeprefix("run:"))] | None = None
     adapters_from: LocalAddress | None = None
     pipeline: PipelineConfig = PipelineConfig()

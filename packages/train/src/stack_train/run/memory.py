@@ -22,7 +22,7 @@ ADVICE = (
 _STATE_ADVICE = (
     "Split it over more devices with mesh.fsdp or mesh.tensor, train a smaller model, choose an optimizer that keeps "
     "less, such as adafactor, or set optimizer.moments to 8bit, optimizer.offload to true or precision.params to "
-    "bfloat16. `stack compile RUN.yaml --target v5p:2x2x1` tells what fits where."
+    "bfloat16. `stack compile RUN.yaml --target v5p:2x2x1` shows what fits elsewhere."
 )
 _GIB = 2**30
 
@@ -53,7 +53,7 @@ def compile_fitting(step: jax.stages.Traced, program: Program) -> jax.stages.Com
     parts = {
         "state and batch": memory.argument_bytes,
         "temporaries": memory.temporary_bytes,
-        "outputs beside those in their place": memory.output_bytes - memory.aliased_bytes,
+        "outputs that reuse no input": memory.output_bytes - memory.aliased_bytes,
     }
     _check("The compiled step takes", memory.total_bytes, parts, program, ADVICE)
     return compiled

@@ -83,7 +83,7 @@ def open_start(source: str) -> Start:
         return Start(address, published.config, published.tokenizer, published.configs, published=published)
     directory = RunDirectory(Path(source))
     if not directory.path.exists():
-        raise ConfigError(f"run.init_from is {source!r}, which is no directory of a run.{hub_advice(source)}")
+        raise ConfigError(f"run.init_from is {source!r}, which is not a directory of a run.{hub_advice(source)}")
     run = run_config(directory.path)
     tokenizer = directory.tokenizer if directory.tokenizer.is_dir() else None
     return Start(f"run:{directory.path.absolute()}", run.model, tokenizer, directory.path / "huggingface", run=run)

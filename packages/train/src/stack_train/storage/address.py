@@ -29,7 +29,7 @@ def storage_path(path: str) -> str:
     bucket, _, folder = path.partition("://")[2].rstrip("/").partition("/")
     if not bucket or not folder or ".." in folder.split("/"):
         raise PathError(
-            f"{path!r} is no folder in object storage; expected 's3://BUCKET/FOLDER' or 'gs://BUCKET/FOLDER'."
+            f"{path!r} is not a folder in object storage; expected 's3://BUCKET/FOLDER' or 'gs://BUCKET/FOLDER'."
         )
     return path.rstrip("/")
 

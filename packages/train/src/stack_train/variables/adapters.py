@@ -32,7 +32,7 @@ def read_adapters(address: str, config: Any, digests: Callable[[], Digests]) -> 
     if scheme == "peft" or PEFT.recognizes(directory):
         return PEFT.read_adapters(directory, config, digests)
     if not RunDirectory(directory).config.is_file():
-        what = "holds neither a run nor an adapter of PEFT" if directory.is_dir() else "is no directory"
+        what = "holds neither a run nor an adapter of PEFT" if directory.is_dir() else "is not a directory"
         raise ConversionError(f"{address} {what}. Give a run that was trained with lora, or a directory of PEFT.")
     found = run_adapters(directory)
     check_model(directory, found, config)

@@ -85,11 +85,11 @@ class Gemma4TowerConfig:
     def __post_init__(self) -> None:
         if self.head_dim % 4:
             raise ConfigError(
-                f"head_dim={self.head_dim} is no multiple of 4: rotary positions turn pairs of features by rows and by "
-                "columns. Change it."
+                f"head_dim={self.head_dim} is not a multiple of 4: rotary positions turn pairs of features by rows and "
+                "by columns. Change it."
             )
         if self.heads % self.kv_head_count:
-            raise ConfigError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}; change one of them.")
+            raise ConfigError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one of them.")
 
     @property
     def kv_head_count(self) -> int:

@@ -42,8 +42,8 @@ def check_heads(embed: int, heads: int) -> None:
     """Raises a ConfigError if four times the number of heads does not divide the width."""
     if embed % (4 * heads):
         raise ConfigError(
-            f"embed={embed} is no multiple of 4 heads={4 * heads}: rotary positions turn pairs of features by rows and "
-            "by columns. Change one of them."
+            f"embed={embed} is not a multiple of 4 heads={4 * heads}: rotary positions turn pairs of features by rows "
+            "and by columns. Change one of them."
         )
 
 

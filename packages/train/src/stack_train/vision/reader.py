@@ -61,7 +61,7 @@ def apply_to_image(data: bytes, use: Callable[[Any], Result]) -> Result:
             return use(found)
     # The exceptions of Pillow's decoders.
     except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:
-        raise DataError(f"The {len(data)} bytes are no image that Pillow reads: {error}") from error
+        raise DataError(f"The {len(data)} bytes are not an image that Pillow reads: {error}") from error
 
 
 def upright_size(image: Any) -> tuple[int, int]:

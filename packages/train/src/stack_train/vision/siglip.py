@@ -66,7 +66,7 @@ class SiglipConfig:
 
     def __post_init__(self) -> None:
         if self.embed % self.heads:
-            raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; change one of them.")
+            raise ConfigError(f"embed={self.embed} is not a multiple of heads={self.heads}; change one of them.")
         if self.patch > self.image_size:
             raise ConfigError(f"patch={self.patch} is larger than image_size={self.image_size}; change one of them.")
 

@@ -49,7 +49,7 @@ class TextTowerConfig:
 
     def __post_init__(self) -> None:
         if self.embed % self.heads:
-            raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; change one of them.")
+            raise ConfigError(f"embed={self.embed} is not a multiple of heads={self.heads}; change one of them.")
 
 
 class TextTower(nnx.Module):

@@ -94,7 +94,7 @@ def test_latents_and_captions_are_those_of_captioned_images(tmp_path):
         ({"label": True}, r"'label' is True"),
         ({"chosen": "images/1-rejected.png"}, r"1 of 6 pairs are equal:\n.*pairs.jsonl:2\n"),
         ({"chosen": "wide.png"}, r"1 of 6 pairs have different sizes:\n.*pairs.jsonl:2: 8x4 and 4x4"),
-        ({"rejected": "none.png"}, r"pairs.jsonl:2: 'rejected' is 'none.png', and .*none.png is no file"),
+        ({"rejected": "none.png"}, r"pairs.jsonl:2: 'rejected' is 'none.png', and .*none.png is not a file"),
     ],
 )
 def test_a_pair_that_expresses_no_preference_is_refused(changes, message, tmp_path):

@@ -190,7 +190,7 @@ def test_rewards_that_are_no_finite_numbers_are_refused(reward, message):
         ({"reward": "statistics_of_images:none"}, "cannot be imported: .*none"),
         ({"reward": "statistics_of_images:number"}, "is a float; a function was expected"),
         ({"reward": "brightness"}, "data.reward is 'brightness'. Give module:function"),
-        ({"reward": "run:runs/none"}, "data.reward is 'run:runs/none', which is no directory"),
+        ({"reward": "run:runs/none"}, "data.reward is 'run:runs/none', which is not a directory"),
         ({"pipeline": "encoders", "prompts": "a"}, "data.pipeline and data.prompts would have no effect"),
         ({"evaluation_images": 0, "evaluation_steps": 3}, "data.evaluation_images is 0, so data.evaluation_steps"),
     ],

@@ -124,7 +124,7 @@ def _file(name: str, record: Mapping[str, Any], field: str) -> Path:
         raise DataError(f"{name}: {field!r} is {value!r}; expected the path of an image, relative to the JSONL file.")
     path = Path(name.rpartition(":")[0]).parent / value
     if not path.is_file():
-        raise DataError(f"{name}: {field!r} is {value!r}, and {path} is no file. Correct the path.")
+        raise DataError(f"{name}: {field!r} is {value!r}, and {path} is not a file. Correct the path.")
     return path
 
 

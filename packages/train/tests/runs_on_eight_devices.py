@@ -103,6 +103,18 @@ REFUSED = (
         ["take the place of run.accumulation_steps", "run.pipeline.microbatches=3 does not divide the batch"],
     ),
     (
+        [
+            "model.name=mixtral",
+            "model.experts=4",
+            "model.active_experts=2",
+            "mesh.stage=2",
+            "mesh.context=2",
+            "mesh.fsdp=2",
+        ],
+        ConfigError,
+        ["mesh.context is more than 1, and the model has mixtures of experts or multi-token prediction"],
+    ),
+    (
         ["mesh.context=2", "mesh.fsdp=4", "data.seq_tokens=14"],
         ShardingError,
         ["The sequence has 14 tokens; 2 devices", "multiple of 4", "12 or 16", "data.seq_tokens=14"],

@@ -299,6 +299,5 @@ if __name__ == "__main__":
             stages_give_the_gradients_of_one_device((split,), dataclasses.replace(MODEL, context_keys=keys))
         for model in (HYBRID, PERIODIC):
             stages_give_the_gradients_of_one_device((("gpipe", 1, {"stage": 2, "context": 2}),), model)
-        mixtures_in_stages_equal_one_device((("1f1b", 1, {"stage": 2, "context": 2, "expert": 2}),))
         each_stage_does_its_share_of_the_layers(schedules[:2])
         what_a_stage_keeps_does_not_grow_with_microbatches(schedules, (8, 128))

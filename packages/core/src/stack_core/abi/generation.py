@@ -97,8 +97,8 @@ class SamplingParams:
       repetition_penalty: divisor of the positive logits, and factor of the negative logits, of tokens in the prompt or
         the continuation (Keskar et al., CTRL, 2019, arXiv:1909.05858).
       logit_bias: values added to the logits, by token id.
-      seed: seed of the sampling; None picks a new one. The same seed gives the same text if the logits are bitwise equal.
-        Other batch compositions may round them differently, and then a token may differ, in bf16 more often than in fp32.
+      seed: seed of the sampling; None picks a new one. The same seed gives the same text if the logits are bitwise
+        equal. Other batch compositions may round them differently, and then tokens may differ, most often in bf16.
       stop: at most 16 texts of at most 256 characters that end a continuation; omitted unless `include_stop` is set.
       include_stop: whether the output includes the stop text.
       stop_tokens: token ids that end a continuation, in addition to the model's own end tokens.

@@ -41,7 +41,6 @@ def named_function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     except StackError:
         raise
     except Exception as error:  # A user's file may raise anything.
-        raise ArgumentError(f"{path!r} cannot be run: {_describe(error, path)}") from error
         raise ArgumentError(f"{path!r} cannot be run: {_format_error(error, path)}") from error
     fn = getattr(module, name, None)
     if not callable(fn):
@@ -65,13 +64,11 @@ def tracing(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None
         file = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", None)
         given = ", ".join(map(_type_of, arguments)) or "no arguments"
         raise ArgumentError(
-            f"The function cannot be traced for ({given}): {_describe(error, file)} "
             f"The function cannot be traced for ({given}): {_format_error(error, file)} "
             f"Check its arguments; on a command line {_ARGUMENTS}() returns them."
         ) from error
 
 
-def _describe(error: Exception, file: str | None) -> str:
 def _format_error(error: Exception, file: str | None) -> str:
     """Returns the type of an error, its last line in a file, and the first line of its message."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -160,6 +160,14 @@ def _check_staged(config: RunConfig, program: Program) -> None:
         "the microbatches of run.pipeline take the place of run.accumulation_steps, which is more than 1": (
             config.run.accumulation_steps > 1
         ),
+        # XLA's partitioner fails on their lookups ("Check failed: num_replica_groups", jax 0.10.2).
+        "mesh.context is more than 1, and the model has mixtures of experts or multi-token prediction": (
+            program.mesh.shape["context"] > 1
+            and (
+                "further" in program.step.model.module_names
+                or any("experts" in each for each in jax.tree.leaves(axes, is_leaf=_is_axes))
+            )
+        ),
         f"run.pipeline.microbatches={microbatches} does not divide the batch": any(
             shape.shape[0] % microbatches for shape in config.batches.spec(config.model).values()
         ),

@@ -97,7 +97,8 @@ def find_processes(text: str) -> list[Address]:
         listed = "; ".join(f"{each.pid} ({each.run or ' '.join(each.command)})" for each in listening) or "none"
         raise CaptureError(
             f"{text!r} is not the ID of a listening process, the directory of a listening run, or the address of a "
-            f"listening server on this machine. Listening processes: {listed}."
+            f"listening server on this machine. Listening processes: {listed}. Start one with "
+            "`stack profile run --listen`."
         )
     return found
 

@@ -187,8 +187,6 @@ def _make_engine(name: str, checkpoint: Any, config: Any, progress: Any) -> Any:
 
 def _check_used(options: Mapping[str, Any]) -> None:
     """Raises a ConfigError for options without effect."""
-    if "pages" in options and "memory_fraction" in options:
-        raise ConfigError("--pages and --memory-fraction both set the size of the cache. Leave out one of them.")
     of_adapters = [name for name in ("max_adapters", "adapter_rank") if name in options]
     if of_adapters and not options.get("adapter") and not options.get("adapter_loading"):
         raise ConfigError(

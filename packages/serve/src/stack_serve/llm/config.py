@@ -134,6 +134,11 @@ class EngineConfig:
                 f"step_tokens={self.step_tokens} is less than max_sequences={self.max_sequences}, but each sequence "
                 "needs a token in every step. Raise step_tokens or lower max_sequences."
             )
+        if self.pages is not None and self.memory_fraction is not None:
+            raise ConfigError(
+                "pages and memory_fraction (--pages, --memory-fraction) both set the size of the cache. Leave out one "
+                "of them."
+            )
         if len(set(self.logits_processors)) < len(self.logits_processors):
             raise ConfigError(f"logits_processors={self.logits_processors} names a processor twice. Name each once.")
         drafts = self.speculation is not None and self.speculation.method == "draft"

@@ -318,19 +318,26 @@ def state_bytes_of_a_device(program):
     return sum(size * dtype.itemsize for size, dtype in parts[:-1])  # all but the PRNG key
 
 
-def test_an_internal_error_of_the_compiler_names_the_instruction(config_file, capsys, monkeypatch):
-    lines = (
-        "INTERNAL: no tile for %dot.1 = f32[9,9] dot(%a, %b)",
-        "more",
-        "  model.py:12:3 [call]",
-        "  step.py:1:1 [f]",
-    )
-
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("INTERNAL: no tile for %dot.1 = f32[9,9] dot(%a, %b)", "more"), r"INTERNAL: no tile for %dot\.1"),
+        # Less device memory is of no use to a kernel that needs more vector memory than there is.
+        (
+            (
+                "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:",
+                "Ran out of memory in memory space vmem while allocating on stack for %gmm.18 = bf16[9,9] custom-call",
+            ),
+            r"VmemOom: Ran out of memory in memory space vmem while allocating on stack for %gmm\.18",
+        ),
+    ],
+)
+def test_an_internal_error_of_the_compiler_names_the_instruction(lines, message, config_file, capsys, monkeypatch):
     def fail(self):
-        raise jax.errors.JaxRuntimeError("\n".join(lines))
+        raise jax.errors.JaxRuntimeError("\n".join((*lines, "  model.py:12:3 [call]", "  step.py:1:1 [f]")))
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
-    with pytest.raises(HardwareError, match=r"INTERNAL: no tile for %dot\.1") as caught:
+    with pytest.raises(HardwareError, match=message) as caught:
         compile_step(config_of(config_file), Here("here:1"))
     assert "model.py:12:3 [call]" in str(caught.value) and "more" not in str(caught.value).split("Try")[0]
     monkeypatch.setattr("stack_core.chips.targets.Target", Here)

@@ -133,7 +133,7 @@ class EncoderDecoderFamily:
         return {**dict.fromkeys(copies, "shared.weight"), **tied, unused: None}
 
     def fitting(self, config: Any, tensors: Container[str]) -> Any:
-        """Returns the config with a tied head if the checkpoint has no head, and without one if it has its own.
+        """Returns the config with a tied head if the checkpoint has no head, and otherwise with its own.
 
         transformers 5 writes `tie_word_embeddings: true` for every model. Models that scale their hidden states are
         tied; a head beside them is a copy of the embedding.

@@ -44,10 +44,10 @@ def compress_moments(
 
     Moments are the fields `mu`, `trace` and `nu` of Optax's states. Those of norm scales and biases stay in float32.
     Rounding is stochastic and keeps the mean; otherwise a bfloat16 number would not move by less than 1/512 of itself.
-    With 8 bits, a first moment is a float8 (e4m3) times a scale of its row, the last axis. A second moment is one of
-    255 values from its row's largest one down to 2**-32 of it, 9% apart, and a smaller one above 0 is rounded up: an
-    update that divides by its root is too small, never too large. Scaled 8-bit states come from Dettmers et al., 8-bit
-    Optimizers via Block-wise Quantization, 2021 (arXiv:2110.02861), which has blocks and rounds to nearest.
+    With 8 bits, a first moment is a float8 (e4m3) times a scale per row, the last axis. A second moment is one of 255
+    values between the largest of its row and 2**-32 times that, 9% apart. Smaller positive values are rounded up: an
+    update divided by the root is then too small, never too large. Source of scaled 8-bit states: Dettmers et al., 8-bit
+    Optimizers via Block-wise Quantization, 2021 (arXiv:2110.02861), with blocks and rounding to nearest.
 
     Args:
       inner: the transformation.

@@ -27,6 +27,7 @@ from stack_train.step.staged import is_in_layers
 __all__ = ["StepReport", "compile_step", "outer_instructions", "report_of"]
 
 _SHOWN_PLACES = 3
+_SHOWN_CHARACTERS = 300
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
@@ -284,8 +285,9 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, 
         return lowered.compile(), None
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
-        # JAX raises the same class for all errors of XLA; only the text has the status.
-        if not message.startswith("RESOURCE_EXHAUSTED"):
+        # JAX raises the same class for all errors of XLA; only the text has the status and the kind of memory. A kernel
+        # without enough vector memory fails with any amount of device memory.
+        if not message.startswith("RESOURCE_EXHAUSTED") or "memory space vmem" in message:
             raise _compiler_error(message) from error
         return None, message
 
@@ -293,11 +295,14 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, 
 def _compiler_error(message: str) -> HardwareError:
     """Converts an error of XLA to an error with its first line and the innermost places in our code."""
     lines = message.splitlines()
+    first = lines[0].strip() if lines else "no message"
+    if first.endswith(":"):  # the status alone; the next line names the instruction, with all of its attributes
+        first = f"{first} {''.join(lines[1:2])[:_SHOWN_CHARACTERS]}"
     # The first ones are the same for all ops.
     places = [line.strip() for line in lines if ".py:" in line and "/ops/dispatch/" not in line][:_SHOWN_PLACES]
     traced = f" It was traced at: {'; '.join(places)}." if places else ""
     return HardwareError(
-        f"XLA failed to compile the step: {lines[0].strip() if lines else 'no message'}{traced} This is a limit of the "
+        f"XLA failed to compile the step: {first}{traced} This is a limit of the "
         "compiler or an error in it. Try model.remat, another mesh, other sizes of the named product, another release "
         "of jax, or XLA_FLAGS (--xla_gpu_enable_triton_gemm=false for products of GPUs)."
     )

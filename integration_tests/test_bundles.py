@@ -60,9 +60,12 @@ def test_a_run_exports_its_scoring_function(
         ["train", "run.yaml", "--output", "run"],
         ["export", "run", "scorer", *sizes],
         ["bundle", "verify", "scorer"],
+        ["export", "run", "longest", "--batch", "1", "--licence", "Apache-2.0"],  # fewer positions than the default
     ):
         main(command)
     assert "stack: scorer: 1 program in scorer" in capsys.readouterr().err
+    (longest,) = json.loads((tmp_path / "longest/manifest.json").read_text())["programs"]
+    assert longest["sizes"] == {"batch": 1, "seq": 64}
     for size in ("--batch=0", "--batch=-1", "--seq=0", "--seq=1000000", "--empty-batch"):
         with pytest.raises(SystemExit):
             main(["export", "run", "none", "--licence", "Apache-2.0", size])

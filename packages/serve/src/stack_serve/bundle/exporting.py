@@ -251,16 +251,17 @@ class _Traced:
         axes = [[*map(int, spec.shape)] for spec in plain]
         named: list[list[int | str]] = [[*sides] for sides in axes]
         for axis, known in sizes.items():
-            # A single size cannot show which axes of the outputs follow it, so another one is traced.
-            larger = known[-1] if len(known) > 1 else known[0] + 1
-            for place, spec in enumerate(self._shapes(inputs, {**smallest, axis: larger})):
+            # A single size cannot show which axes of the outputs follow it, so another one is traced: a smaller one,
+            # because it may be the largest that the function takes.
+            other = known[-1] if len(known) > 1 else known[0] - 1 if known[0] > 1 else 2
+            for place, spec in enumerate(self._shapes(inputs, {**smallest, axis: other})):
                 for side, size in enumerate(spec.shape):
                     if size == axes[place][side]:
                         continue
-                    if (axes[place][side], size) != (known[0], larger):
+                    if (axes[place][side], size) != (known[0], other):
                         raise BundleError(
                             f"Axis {side} of the output {self._names[place]!r} of {self.name!r} has the size "
-                            f"{axes[place][side]} where {axis!r} has {known[0]}, and {size} where it has {larger}. "
+                            f"{axes[place][side]} where {axis!r} has {known[0]}, and {size} where it has {other}. "
                             "An axis of an output has the size of a named axis, or always the same."
                         )
                     named[place][side] = axis

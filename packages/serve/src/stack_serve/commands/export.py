@@ -5,6 +5,8 @@ from pathlib import Path
 
 __all__ = ["export"]
 
+_TOKENS = 128
+
 
 def export(
     model: str,
@@ -13,7 +15,7 @@ def export(
     *,
     licence: str,
     batch: tuple[int, ...] = (1, 8),
-    seq: tuple[int, ...] = (128,),
+    seq: tuple[int, ...] | None = None,
     name: str | None = None,
 ) -> None:
     """Export a language model's scoring function: stack export RUN|HF_DIR BUNDLE --licence Apache-2.0
@@ -26,7 +28,7 @@ def export(
       bundle: directory to create; it must not exist.
       licence: licence of the weights: an SPDX expression, or its text.
       batch: number of texts scored together; may be repeated.
-      seq: maximum number of tokens per text; may be repeated.
+      seq: maximum number of tokens per text; may be repeated (128, or the model's positions if fewer).
       name: model name for clients (the name of the directory; of its parent for a version such as digits/1).
     """
     from stack_core.abi.model_formats import open_for_generation
@@ -34,6 +36,8 @@ def export(
     from stack_serve.bundle.scoring import scoring
 
     checkpoint = open_for_generation(model)
+    if seq is None:
+        seq = (min(_TOKENS, checkpoint.max_positions),)
     function = scoring(checkpoint, batch=batch, seq=seq)
     manifest = write(bundle, {"score": function}, checkpoint.load_params(), licence=licence, name=name)
     count = len(manifest.programs)

@@ -151,7 +151,7 @@ def test_an_image_that_a_policy_cannot_take_is_refused():
         ({"type": "image", "image": b"broken"}, "Image 1 of 1: The 6 bytes are not an image"),
         (
             {"type": "image_url", "image_url": {"url": "cat.png"}},
-            "content.0: The image 'cat.png' is no data",
+            "content.0: The image 'cat.png' is not a data URL",
         ),
         ({"type": "audio"}, "messages.0.content.0 is of type 'audio'; the model reads parts of type"),
     ],

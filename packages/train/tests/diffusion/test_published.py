@@ -123,7 +123,7 @@ def test_every_key_of_a_published_stable_diffusion_3_acts_and_is_written(name):
         ({"pos_embed_max_size": None}, "pos_embed_max_size=None"),
         ({"pos_embed_max_size": 60}, "128 x 128 exceed 120"),
         ({"force_zeros_for_pooled_projection": True}, "force_zeros_for_pooled_projection=True"),
-        ({"sample_size": 127}, "not a multiple of patch=2"),
+        ({"sample_size": 127}, "are not multiples of patch=2"),
     ],
 )
 def test_another_stable_diffusion_3_is_refused(settings, message):

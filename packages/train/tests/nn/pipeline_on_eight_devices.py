@@ -175,7 +175,7 @@ class WithModels(CausalLMConfig):
         is_real = (batch["targets"] >= 0)[..., None]
         count = jnp.sum(is_real, dtype=jnp.float32)
         per_token = jnp.mean((hidden - of_copy) ** 2, axis=-1, keepdims=True) + auxiliary["head"](hidden) ** 2
-        loss = Metric.mean(jnp.sum(per_token * is_real) / count, count)
+        loss = Metric.mean(jnp.sum(jnp.where(is_real, per_token, 0)) / count, count)
         return loss.value, {"loss": loss}
 
 

@@ -20,6 +20,7 @@ from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConversionError, EngineBusy, EngineStopped, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_serve.llm import dispatcher, loop
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.dispatcher import Dispatcher
@@ -312,7 +313,8 @@ def test_threads_draw_distinct_seeds() -> None:
     def seeds(loop: Any, count: int) -> list[tuple[int, ...]]:
         create = loop.work_factory.create
         works = [create(request_of("any", temperature=1.0), lambda update: None) for _ in range(count)]
-        return [tuple(np.asarray(work.continuations[0].settings.seed).tolist()) for work in works]
+        packed = jnp.stack([work.continuations[0].settings for work in works])
+        return list(map(tuple, np.asarray(SamplingSettings.unpacked(packed).seed).tolist()))
 
     found: list[tuple[int, ...]] = []
     threads = [threading.Thread(target=lambda: found.extend(seeds(loops[0], 50))) for _ in range(8)]

@@ -217,7 +217,7 @@ CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "
         ({"input": []}, "input", "at least 1 item"),
         ({"input": 3}, "input", "neither a text nor a list of items"),
         ({"input": ["a"]}, "input", "neither a text nor a list of items"),
-        ({"input": IMAGE}, "input.0.content.0", "no text part"),
+        ({"input": IMAGE}, "input.0.content.0", "not a text part"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "'tool'; expected one of user"),
         ({"input": [{"role": [], "content": "x"}]}, "input.0.role", "[]; expected one of user"),
         ({"input": [{"role": "user"}]}, "input.0.content", "neither a text nor a list"),

@@ -116,7 +116,7 @@ def compared(before: Sequence[Trace], after: Sequence[Trace]) -> tuple[Compariso
     # Captures of a side are of one program, so the first stands for all.
     notes = (*definitions(before[0], after[0]), *(each for trace in (*before, *after) for each in trace.problems))
     if first is None or second is None:
-        missing = "Steps are unknown: a trace has no operations, or its events do not identify a program's executions."
+        missing = "Steps are unknown: a trace has no operations, or its events identify no executions of a program."
         return None, (missing, *notes)
     return Comparison.of(first, second), notes
 

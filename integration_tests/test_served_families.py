@@ -275,7 +275,8 @@ DRAFTED = [family for family in FAMILIES if family not in RECURRENT]
 )
 def test_drafts_change_no_answer(family, monkeypatch):
     """Drafts cross the windows, and rejected ones leave keys or latents that later tokens replace."""
-    monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)  # drafts always pay
+    monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)  # drafts always pay,
+    monkeypatch.setattr("stack_serve.llm.speculation._Duration.is_known", True)  # from the first step on
     # After a token of the second prompt, the next one there is drafted, which is seldom the right one.
     prompts = [[7, 8, 9] * 4, np.random.default_rng(2).permutation(SIZES["vocab_size"])[:40].tolist()]
     reference = reference_of(family, "float")

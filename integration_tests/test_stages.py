@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-FEW = ("codes", "qat", "qt", "dpo")
-MORE = ("floats", "dora", "nf4", "experts", "kto", "reward_model", "resume")
+FEW = ("codes", "qt", "dpo")
+MORE = ("qat", "floats", "dora", "nf4", "experts", "kto", "reward_model", "resume")
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])

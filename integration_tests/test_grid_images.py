@@ -160,6 +160,7 @@ REPEATS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_
 @pytest.fixture
 def drafts_always(monkeypatch):
     monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+    monkeypatch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
     monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 1e-9)
 
 

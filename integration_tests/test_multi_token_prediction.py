@@ -91,6 +91,7 @@ def engine(checkpoint):
     """An engine that drafts three tokens in every step without prompts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+        patch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
         patch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
         with LLMEngine(checkpoint, MTP) as engine:
             yield engine

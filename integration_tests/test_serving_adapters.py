@@ -90,6 +90,7 @@ def test_what_is_served_is_what_is_merged(llm, base, tmp_path):
 def test_drafts_are_verified_with_the_adapter_of_their_row(llm, base, adapters, monkeypatch):
     """The draft model has no adapters, so only the drafts of the base model are sure to be accepted."""
     monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)  # drafts always pay
+    monkeypatch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
     monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
     sampling = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
     order = ["twice", None, "against", "twice"]

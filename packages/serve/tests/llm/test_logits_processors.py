@@ -77,6 +77,7 @@ def plain(registered: None) -> Iterator[LLMEngine]:
 def drafting(registered: None) -> Iterator[LLMEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+        patch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
         with LLMEngine(byte_checkpoint(), dataclasses.replace(CONFIG, speculation=SPECULATION)) as engine:
             yield engine
 
@@ -150,6 +151,7 @@ def test_answers_are_the_same_with_drafts(plain: LLMEngine, drafting: LLMEngine)
 def test_a_draft_model_samples_with_the_processors(plain: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft model equal to the served model drafts the same tokens, so nearly all are accepted."""
     monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+    monkeypatch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
     monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
     monkeypatch.setattr("stack_serve.llm.engine.open_for_generation", lambda address: byte_checkpoint())
     speculation = SpeculationConfig(method="draft", tokens=3)

@@ -35,6 +35,7 @@ FirstDraft = tuple[str, int, int]
 @pytest.fixture(autouse=True)
 def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+    monkeypatch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
     monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
 
 

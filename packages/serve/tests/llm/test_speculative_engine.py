@@ -34,6 +34,7 @@ def plain() -> Iterator[LLMEngine]:
 def engine() -> Iterator[LLMEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+        patch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
         engine = LLMEngine(byte_checkpoint(), dataclasses.replace(CONFIG, speculation=SPECULATION))
         engine.warm_up()
         with engine:
@@ -143,6 +144,7 @@ def test_constrained_answers_are_the_same_with_drafts(plain: LLMEngine, engine: 
 def test_candidates_are_the_same_with_drafts(plain: LLMEngine) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+        patch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
         with LLMEngine(byte_checkpoint(), dataclasses.replace(CONFIG, speculation=SPECULATION)) as drafting:
             request = request_of("narrow", temperature=1.0, seed=5, top_k=2, candidates=True)
             found = []
@@ -224,6 +226,7 @@ def drafting() -> Iterator[LLMEngine]:
     draft = byte_checkpoint(name="draft", read=perturbed_params, max_positions=200)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+        patch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
         patch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
         patch.setattr("stack_serve.llm.engine.open_for_generation", {"DRAFT": draft}.__getitem__)
         speculation = SpeculationConfig(method="draft", tokens=3)
@@ -288,6 +291,7 @@ def test_a_draft_model_equal_to_the_served_model_is_always_accepted(
 ) -> None:
     """Missing keys, or keys of other pages, would lower the acceptance without changing an answer."""
     monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+    monkeypatch.setattr("stack_serve.llm.speculation._Duration.is_known", True)
     monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
     monkeypatch.setattr("stack_serve.llm.engine.open_for_generation", lambda address: byte_checkpoint())
     speculation = SpeculationConfig(method="draft", tokens=3)

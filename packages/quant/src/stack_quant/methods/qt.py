@@ -184,7 +184,7 @@ class _Convolution(_Call):
 
     def transposed(self, place: int, call: Callable[[Any], Any], cotangent: jax.Array) -> jax.Array:
         """Returns the gradient of an operand by the transposed convolution, which JAX derives for all parameters."""
-        # A gradient that varied over fewer manual mesh axes than its cotangent would be summed over them.
+        # JAX would sum the gradient over manual mesh axes over which only the cotangent varies.
         operand = struct_like(cotangent, self.shapes[place], self.dtypes[place])
         (gradient,) = jax.linear_transpose(call, operand)(cotangent)
         return gradient

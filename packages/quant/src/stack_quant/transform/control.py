@@ -178,7 +178,7 @@ def _custom(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
 
     arrays, results = [operand.array for operand in operands], list[Value]()
     if has_derivative:
-        # Abstractly: JAX would differentiate the equations of the trial, too, and some have no derivative.
+        # Traced abstractly, because JAX would differentiate the trial, and some of its equations lack a derivative.
         jax.eval_shape(lambda *arrays: list(map(probe.plain, run(*arrays))), *arrays)
     else:
         results = run(*arrays)

@@ -121,7 +121,7 @@ class LimitedConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._transport.close)
 
     def _bound_body(self) -> None:
-        """Bounds the time for the rest of a body that no application waits for."""
+        """Limits the time in which the rest of an answered body must arrive."""
         if not (self._requests.in_body and self._answers > self._requests.complete):
             self._body.stop()
         elif not self._body.is_running:

@@ -26,7 +26,7 @@ class RequestReader:
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed(self, data: bytes) -> None:
-        """Reads data. Errors are left to the server's parser, which refuses the request."""
+        """Reads data. Ignores errors, because the parser of the server refuses the request."""
         before = self.heads
         try:
             self._parser.feed_data(data)

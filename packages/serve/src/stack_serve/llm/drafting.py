@@ -145,16 +145,14 @@ class Drafting:
         proposer = self._proposer
         if proposer is None:
             return [self.speculation.tokens] * len(rows)
-        available = []
-        for drafts in rows:
-            assert isinstance(drafts, ModelDrafts)
-            missing = proposer.count_missing_keys(drafts)
-            # The tokens to come must repay the computation of the missing keys, those of the prompt above all.
-            is_repaid = not missing or missing <= drafts.remaining_tokens * self.speculation.repaid_keys(
-                len(rows), proposer.pair
-            )
-            available.append(min(self.speculation.tokens, proposer.room(drafts)) if is_repaid else 0)
-        return available
+        own = [each for each in rows if isinstance(each, ModelDrafts)]
+        missing = list(map(proposer.count_missing_keys, own))
+        # The tokens to come must repay the computation of the missing keys, such as those of a long prompt.
+        repaid = self.speculation.repaid_keys(len(own), proposer.pair) if any(missing) else 0.0
+        return [
+            0 if keys > each.remaining_tokens * repaid else min(self.speculation.tokens, proposer.room(each))
+            for each, keys in zip(own, missing, strict=True)
+        ]
 
     def _allowed(self, continuation: Continuation, drafted: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the first tokens of a draft that the constraint of a continuation allows."""

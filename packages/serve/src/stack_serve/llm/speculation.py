@@ -20,7 +20,7 @@ _LEAST_GAIN = 1.15
 _NEW_WEIGHT = 0.2
 # A slow moment of the machine must not disable a size, or decoding, forever.
 _MOST_UNUSED_STEPS = 256
-# Steps with constraints are never planned ahead. The bound of so many steps must do for them.
+# Steps with constraints are never planned ahead, so decoding is only bounded. This many bounds suffice.
 _ENOUGH_BOUNDS = 4
 # While a proposer does not run, its acceptance is unknown. It is tried again after so many turns, and less and less
 # often until it is worthwhile for as many.

@@ -1,4 +1,4 @@
-"""The engine processes of a server, which are kept alike: adapters, weights and sleep apply to all of them."""
+"""The engine processes of a server. Adapters, weights and sleep apply to all processes."""
 
 import itertools
 import logging
@@ -266,7 +266,7 @@ class Replicas:
             process.call("sleep", self.sleeping)
 
     def _catch_up(self, process: ReplicaProcess) -> None:
-        """Gives the current weights to an engine that has those of the checkpoint."""
+        """Updates an engine from the weights of the checkpoint to the current weights."""
         for params in self._weights.changed:
             process.receive_weights(params)
         process.use_weights(self._weights.updates, self._weights.version, "keep")

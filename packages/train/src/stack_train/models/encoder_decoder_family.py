@@ -133,10 +133,10 @@ class EncoderDecoderFamily:
         return {**dict.fromkeys(copies, "shared.weight"), **tied, unused: None}
 
     def fitting(self, config: Any, tensors: Container[str]) -> Any:
-        """Returns the config with a tied head if the checkpoint has no head, and otherwise with its own.
+        """Ties the head to the embedding unless the checkpoint stores a separate head.
 
         transformers 5 writes `tie_word_embeddings: true` for every model. Models that scale their hidden states are
-        tied; a head beside them is a copy of the embedding.
+        tied, and a head in their checkpoint is a copy of the embedding.
         """
         has_head = _HEAD in tensors
         return replace(config, tie_embeddings=not has_head or (config.tie_embeddings and config.scale_hidden))

@@ -93,17 +93,17 @@ _IGNORE = (
 )
 
 
-def unsupported(architecture: str, problems: Sequence[str], *, has_unread: bool) -> ConversionError:
+def unsupported(architecture: str, settings: Sequence[str], *, has_unread: bool) -> ConversionError:
     """Returns the error for settings of a config.json that a family does not implement.
 
     Args:
       architecture: architecture of the checkpoint.
-      problems: the settings, with their values.
+      settings: the settings, with their values.
       has_unread: True if a key without a known meaning is among them, which `--ignore` removes.
     """
     advice = f" {_IGNORE}" if has_unread else ""
     return ConversionError(
-        f"The config.json of {architecture} has settings that this model does not implement: {'; '.join(problems)}."
+        f"The config.json of {architecture} has settings that this model does not implement: {'; '.join(settings)}."
         f"{advice}"
     )
 

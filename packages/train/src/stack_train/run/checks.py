@@ -48,7 +48,7 @@ def check(run: ResolvedRun, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def check_sections(config: RunConfig) -> None:
-    """Raises a ConfigError if sections contradict each other, or settings would have no effect."""
+    """Raises a ConfigError if sections contradict each other or a setting would have no effect."""
     _check_used(config)
     config.batches.check(config.model)
     shapes = config.batches.spec(config.model)

@@ -296,7 +296,7 @@ def _compiler_error(message: str) -> HardwareError:
     """Converts an error of XLA to an error with its first line and the innermost places in our code."""
     lines = message.splitlines()
     first = lines[0].strip() if lines else "no message"
-    if first.endswith(":"):  # the status alone; the next line names the instruction, with all of its attributes
+    if first.endswith(":"):  # The line has only the status; the next one names the instruction and its attributes.
         first = f"{first} {''.join(lines[1:2])[:_SHOWN_CHARACTERS]}"
     # The first ones are the same for all ops.
     places = [line.strip() for line in lines if ".py:" in line and "/ops/dispatch/" not in line][:_SHOWN_PLACES]

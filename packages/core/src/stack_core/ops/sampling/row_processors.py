@@ -199,7 +199,7 @@ class LogitsProcessors:
 def _process(packing: _Packing, logits: Array, params: Any, history: History) -> Array:
     try:
         found = jax.vmap(packing.function)(logits, params, history)
-    except Exception as error:  # a plugin's function may raise anything; the message must name it
+    except Exception as error:  # a plugin's function may raise any exception; the message names the processor
         raise PluginError(
             f"Logits processor {packing.name!r} cannot be traced: {type(error).__name__}: {error}"
         ) from error

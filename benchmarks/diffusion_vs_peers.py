@@ -10,18 +10,16 @@ every task.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from denoising.work import ROWS, SHAPES, STEPS, TASKS
-from peers.peer import find_python, run_quietly
+from peers.libraries import Worker, install, versions_of
 from report import RESULTS, beside, circumstances, spread, table, write
 
 WORKERS = Path(__file__).parent / "denoising"
@@ -34,39 +32,6 @@ TOLERANCE = 1e-3
 PYTHON = "3.11"
 
 
-class Worker:
-    """A library's process, which waits for the next round."""
-
-    def __init__(self, python: Path, name: str, *arguments: str) -> None:
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-        command = [str(python), str(WORKERS / f"{name}_worker.py"), *arguments]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        try:
-            self._answer()
-        except BaseException:  # Ctrl-C too must leave no process behind
-            self.close()
-            raise
-
-    def ask(self) -> dict[str, float]:
-        """Returns the figures of a round."""
-        print(file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> Any:
-        """The next line that is JSON; libraries print others."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(('"', "{")):
-                return json.loads(line)
-        raise RuntimeError(f"A library ended with status {self._process.wait()}.")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=tuple(SHAPES), default=tuple(SHAPES))
@@ -75,8 +40,9 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=cache, help="where diffusers is installed")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    pythons = {"stack": Path(sys.executable), "diffusers": _install(arguments.environments)}
-    versions = {name: _versions(pythons[name], packages) for name, packages in PACKAGES.items()}
+    diffusers = install(arguments.environments.resolve() / "diffusion-diffusers", REQUIREMENTS, PYTHON)
+    pythons = {"stack": Path(sys.executable), "diffusers": diffusers}
+    versions = {name: versions_of(pythons[name], packages) for name, packages in PACKAGES.items()}
     tasks: dict[str, Any] = {}
     for model in arguments.models:
         for task in TASKS:
@@ -98,7 +64,7 @@ def measured(model: str, task: str, pythons: Mapping[str, Path], rounds: int) ->
         try:
             for name in LIBRARIES:
                 print(f"starting {name}, {model}, {task}", file=sys.stderr, flush=True)
-                workers[name] = Worker(pythons[name], name, model, task, folder)
+                workers[name] = Worker(pythons[name], WORKERS / f"{name}_worker.py", (model, task, folder))
             if task == "sampling":
                 theirs, ours = (np.load(Path(folder, f"{name}.npy")) for name in LIBRARIES)
                 difference = np.abs(theirs - ours).max() / np.abs(theirs).max()
@@ -111,26 +77,6 @@ def measured(model: str, task: str, pythons: Mapping[str, Path], rounds: int) ->
             for worker in workers.values():
                 worker.close()
     return runs
-
-
-def _install(environments: Path) -> Path:
-    """Returns the interpreter of diffusers' environment, which is made on first use.
-
-    By pip and not uv: a machine may offer pip a small CPU-only PyTorch through `find-links`.
-    """
-    folder = environments.resolve() / "diffusion-diffusers"
-    python, installed = folder / "bin" / "python", folder / "installed"
-    if not installed.exists() or installed.read_text() != "\n".join(REQUIREMENTS):
-        run_quietly(find_python(PYTHON), "-m", "venv", "--clear", folder)
-        run_quietly(python, "-m", "pip", "install", *REQUIREMENTS)
-        installed.write_text("\n".join(REQUIREMENTS))
-    return python
-
-
-def _versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
-    program = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    found = subprocess.run([python, "-c", program, *packages], capture_output=True, text=True, check=True)
-    return dict(zip(packages, found.stdout.split(), strict=True))
 
 
 def report(record: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from inference.models import MODELS, Perceptron
 from inference.servers import CONTENDERS, SERVERS, Contender, Places, Server, logits_of
+from peers.libraries import versions_of
 from peers.measure import tree_usage
 from report import RESULTS, circumstances, table, write
 
@@ -65,7 +66,7 @@ class Running:
         except BaseException:  # Ctrl-C too must leave no server behind
             self.close()
             raise
-        self.versions = _versions(command[0], server)
+        self.versions = versions_of(sys.executable if server.name == "stack" else command[0], server.packages)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -191,13 +192,6 @@ def _busy_s() -> float:
     """CPU time of everything on this machine; see proc(5)."""
     ticks = list(map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9]))
     return (sum(ticks) - ticks[3] - ticks[4]) / _TICKS_PER_S
-
-
-def _versions(python: str, server: Server) -> dict[str, str]:
-    python = sys.executable if server.name == "stack" else python
-    program = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    found = subprocess.run([python, "-c", program, *server.packages], capture_output=True, text=True, check=True)
-    return dict(zip(server.packages, found.stdout.split(), strict=True))
 
 
 def _markdown(record: Mapping[str, Any]) -> str:

@@ -8,17 +8,15 @@ machine changes the first less. Writes `results/rl_vs_peers.md` and `.json` afte
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.peer import find_python, run_quietly
+from peers.libraries import Worker, install, versions_of
 from report import RESULTS, beside, circumstances, spread, table, write
 
 TASKS = {
@@ -49,20 +47,11 @@ class Contender:
     python: str | None = None
 
     def install(self, environments: Path) -> Path:
-        """Returns the interpreter of the contender's environment, which is made on first use.
-
-        By pip and not uv: a machine may offer pip a small CPU-only PyTorch through `find-links`.
-        """
+        """Returns the interpreter of the contender's environment, which is made on first use."""
         if not self.requirements:
             return Path(sys.executable)
         folder = environments.resolve() / f"post-training-{self.name}"
-        python, installed = folder / "bin" / "python", folder / "installed"
-        if not installed.exists() or installed.read_text() != "\n".join(self.requirements):
-            base = sys.executable if self.python is None else find_python(self.python)
-            run_quietly(base, "-m", "venv", "--clear", folder)
-            run_quietly(python, "-m", "pip", "install", *self.requirements)
-            installed.write_text("\n".join(self.requirements))
-        return python
+        return install(folder, self.requirements, self.python)
 
 
 CONTENDERS = (
@@ -84,33 +73,9 @@ CONTENDERS = (
 PEERS = CONTENDERS[1:]
 
 
-class Worker:
-    """A contender's process, which waits for the name of a task."""
-
-    def __init__(self, python: Path, name: str) -> None:
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-        command = [str(python), str(WORKERS / f"{name}_worker.py")]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._answer()
-
-    def ask(self, task: str) -> dict[str, float]:
-        """The medians over the task's steps."""
-        print(task, file=self._process.stdin, flush=True)
-        return dict(zip(CLOCKS, map(statistics.median, zip(*self._answer(), strict=True)), strict=True))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> Any:
-        """The next line that is JSON; libraries print others."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(('"', "[[")):
-                return json.loads(line)
-        raise RuntimeError(f"A contender ended with status {self._process.wait()}.")
+def ask(worker: Worker, task: str) -> dict[str, float]:
+    """Returns the medians over the task's steps."""
+    return dict(zip(CLOCKS, map(statistics.median, zip(*worker.ask(task), strict=True)), strict=True))
 
 
 def main() -> None:
@@ -121,14 +86,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     pythons = {each.name: each.install(arguments.environments) for each in CONTENDERS}
-    versions = {each.title: _versions(pythons[each.name], each.packages) for each in CONTENDERS}
+    versions = {each.title: versions_of(pythons[each.name], each.packages) for each in CONTENDERS}
     found: dict[str, dict[str, list[dict[str, float]]]] = {task: {name: [] for name in pythons} for task in TASKS}
     for _ in range(arguments.rounds):
-        workers = {name: Worker(python, name) for name, python in pythons.items()}
+        workers = {name: Worker(python, WORKERS / f"{name}_worker.py") for name, python in pythons.items()}
         try:
             for task, rounds in found.items():
                 for name, worker in workers.items():
-                    rounds[name].append(worker.ask(task))
+                    rounds[name].append(ask(worker, task))
         finally:
             for worker in workers.values():
                 worker.close()
@@ -137,12 +102,6 @@ def main() -> None:
         }
         record = {**circumstances(), "versions": versions, "tasks": tasks}
         write(arguments.results, "rl_vs_peers", record, report(record))
-
-
-def _versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
-    program = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    found = subprocess.run([python, "-c", program, *packages], capture_output=True, text=True, check=True)
-    return dict(zip(packages, found.stdout.split(), strict=True))
 
 
 def report(record: Mapping[str, Any]) -> str:

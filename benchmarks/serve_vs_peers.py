@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import before
+from peers.libraries import versions_of
 from report import RESULTS, circumstances, write
 from serving.engines import ENGINES, OURS, REFERENCE, Engine, Places, engine_of
 from serving.summary import Contender, markdown, ratios_over
@@ -93,7 +94,7 @@ def measured(
             if options.workload != "random":
                 command += ["--workload", options.workload]
             log = places.models / f"{contender.engine}-{contender.precision}.log"
-            record["versions"][engine.name] = _versions(command[0], engine)
+            record["versions"][engine.name] = versions_of(command[0], engine.packages)
             workers[contender], starts = _started(command, log, options.starts)
             record["starts"] += [asdict(contender) | start for start in starts]
             stack.callback(workers[contender].close)
@@ -152,12 +153,6 @@ def _peaks() -> dict[str, Any]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     return json.loads(found.stdout)
-
-
-def _versions(python: str | Path, engine: Engine) -> dict[str, str]:
-    program = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    found = subprocess.run([python, "-c", program, *engine.packages], capture_output=True, text=True, check=True)
-    return dict(zip(engine.packages, found.stdout.split(), strict=True))
 
 
 def _arguments() -> argparse.Namespace:

@@ -187,7 +187,7 @@ def _markdown(record: dict[str, Any]) -> str:
         f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}; {versions}. Medians of {record['rounds']} "
         f"rounds in which two engines took turns, with and without speculation; {record['rows']} at once, "
         f"{record['new_tokens']} tokens per answer, up to {record['tokens']} drafted tokens. Code edits are greedy, "
-        "stories sampled at temperature 1.",
+        "stories sampled at temperature 1. Without accepted drafts both do the same work, and the ratio is noise.",
         "",
         *_table(record["cases"]),
     ]

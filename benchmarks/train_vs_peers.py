@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import before, maxtext, pytorch, stack_train
+from peers.libraries import versions_of
 from peers.measure import measure
 from peers.peer import Peer, Workload
 from report import RESULTS, circumstances, table, write
@@ -72,7 +72,7 @@ def main() -> None:
         "matmul_flops_s": current_chip().peak_flops[workload.dtype],
         "steps": arguments.steps,
         "warmup_steps": arguments.warmup_steps,
-        "versions": {peer.name: _versions(pythons[peer.name], peer.packages) for peer in chosen},
+        "versions": {peer.name: versions_of(pythons[peer.name], peer.packages) for peer in chosen},
         "runs": runs,
     }
     name = f"train_vs_peers-{workload.dtype}-jax{record['versions'][OURS.name]['jax']}"
@@ -107,12 +107,6 @@ def _installed(peer: Peer, workload: Workload, environments: Path) -> Path:
     folder = environments.resolve() / peer.name.lower()
     folder.mkdir(parents=True, exist_ok=True)
     return peer.install(folder, workload)
-
-
-def _versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
-    program = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    found = subprocess.run([python, "-c", program, *packages], capture_output=True, text=True, check=True)
-    return dict(zip(packages, found.stdout.split(), strict=True))
 
 
 def _markdown(record: Mapping[str, Any]) -> str:

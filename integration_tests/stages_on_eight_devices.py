@@ -60,8 +60,11 @@ def config_of(folder, sections, mesh, pipeline):
 
 
 def batch_of(spec, scores=None):
-    """Packed rows with several documents and different numbers of targets."""
-    rng = np.random.default_rng(0)
+    """Packed rows with several documents and different numbers of targets.
+
+    With some seeds a value lies on a boundary of rounding, and the last bit of an earlier step decides it.
+    """
+    rng = np.random.default_rng(1)
     shape = spec["tokens"].shape
     tokens = rng.integers(0, 280, (*shape[:-1], SEQ + 1), dtype=np.int32)
     targets = tokens[..., 1:].copy()

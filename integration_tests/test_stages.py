@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-FEW = ("codes", "qt", "dpo")
-MORE = ("qat", "floats", "dora", "nf4", "experts", "kto", "reward_model", "resume")
+FEW = ("codes", "qat", "qt", "dpo")
+MORE = ("floats", "dora", "nf4", "experts", "kto", "reward_model")
+SLOW = [pytest.param(cases, marks=pytest.mark.slow) for cases in (MORE, ("resume",))]
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.parametrize("cases", [FEW, *SLOW], ids=["few", "more", "resume"])
 def test_stages_train_as_one_device_does(cases, tmp_path):
     environment = {
         **os.environ,

@@ -18,7 +18,7 @@ from peers.peer import Command, Peer, Workload, find_uv, run_quietly
 __all__ = ["benchmarks_of", "environment_of", "full_commit", "name_of", "peer_of"]
 
 _ROOT = Path(__file__).parents[2]
-_EXTRAS = {"kernels": "cpu"}
+_EXTRAS = {"kernels": "cpu", "serve": "structured"}
 
 
 def full_commit(commit: str) -> str:

@@ -18,6 +18,7 @@ from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shared_pool
 from stack_serve.llm.compiler_options import is_for_gpus
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
+from stack_serve.llm.head_weights import HeadWeights
 from stack_serve.llm.image_features import ImageFeatures
 from stack_serve.llm.logits_processors import idle_words, open_processors
 from stack_serve.llm.new_weights import leaves_by_path
@@ -99,6 +100,7 @@ class DeviceState:
             self._layers = pools.result()
         held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
         self._weights, self._adapters = Weights(params, held), adapters
+        self._head = self._placement.traced(HeadWeights, checkpoint, params, self._hidden)
         self._slept_params: HostWeights | None = None
         reader = self._image_reader()
         self._images: ImageFeatures | None = None

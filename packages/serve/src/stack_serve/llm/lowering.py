@@ -96,24 +96,25 @@ class LoweredPrograms(DeviceState):
         return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed, _int32(tokens), mask)
 
     def _lowered_sample(self, samples: int, candidates: int = 0) -> Any:
-        def sample(weights: Weights, known: Any, settings: Any, *rows: Any) -> Any:
+        def sample(head: tuple[Any, ...], known: Any, settings: Any, *rows: Any) -> Any:
             run = layer_by_layer(partial(self._step.sample_some, candidates=bool(candidates)))
-            return run(weights, known, settings, *rows)
+            return run(Weights(self._head.restored(head), None), known, settings, *rows)
 
         rows = self._buckets.largest_rows
         last = jax.ShapeDtypeStruct((rows, *self._hidden.shape[1:]), self._hidden.dtype)
         slots, packed = self.slots, _int32(rows, self._row_fields)
         mask = _int32(samples, mask_words(self._checkpoint.vocab_size))
         jitted = jax.jit(sample, donate_argnums=1, out_shardings=(None, self._placement.readable))
-        return jitted.lower(self._weights, slots.tokens, slots.settings, last, packed, _int32(samples), mask)
+        head = self._head.of(self._weights.params)
+        return jitted.lower(head, slots.tokens, slots.settings, last, packed, _int32(samples), mask)
 
     def _lowered_prompt_logprobs(self, tokens: int) -> Any:
-        def prompt_logprobs(weights: Weights, hidden: Any, targets: Any, count: Any) -> Any:
-            return layer_by_layer(self._step.prompt_logprobs)(weights, hidden, targets, count)
+        def prompt_logprobs(head: tuple[Any, ...], *tokens: Any) -> Any:
+            return layer_by_layer(self._step.prompt_logprobs)(Weights(self._head.restored(head), None), *tokens)
 
         hidden = jax.ShapeDtypeStruct((tokens, 1, *self._hidden.shape[1:]), self._hidden.dtype)
         jitted = jax.jit(prompt_logprobs, out_shardings=self._placement.readable)
-        return jitted.lower(self._weights, hidden, _int32(tokens), _int32())
+        return jitted.lower(self._head.of(self._weights.params), hidden, _int32(tokens), _int32())
 
     def _lowered_export(self) -> Any:
         return jax.jit(self._read_pages).lower(self._exchanged_pools, _int32(HANDOVER_PAGES))

@@ -341,12 +341,13 @@ class Programs(LoweredPrograms):
     ) -> Sampled:
         known, settings = self.slots.tokens, self.slots.settings
         given = self._all_tokens(len(chosen)) if masks is None else masks
-        known, sampled = program(self._weights, known, settings, last, packed, chosen, given)
+        head = self._head.of(self._weights.params)
+        known, sampled = program(head, known, settings, last, packed, chosen, given)
         self.slots = SlotState(known, settings)
         return sampled
 
     def _run_prompt_logprobs(self, program: Any, hidden: jax.Array, *targets: Any) -> TokenLogprobs:
-        return program(self._weights, hidden, *targets)
+        return program(self._head.of(self._weights.params), hidden, *targets)
 
     def _masks(self, mask: np.ndarray | None, rows: int) -> np.ndarray | None:
         """Pads the masks of a step's rows with masks that allow all tokens; None stays None."""

@@ -56,7 +56,7 @@ PEERS = {
     ],
     "Serving a Llama": [
         *[
-            Ratio(f"decode tokens/s, {dtype}, {count}, over the best of transformers and llama.cpp", SERVE,
+            Ratio(f"decode tokens/s, {dtype}, {count}, over the best peer", SERVE,
                   f"stack, {dtype} over the best peer", "decode tokens/s", count)
             for count in ("1 at once", "8 at once", "32 at once")
             for dtype in ("bf16", "fp32")

@@ -160,6 +160,12 @@ def test_rows_are_compared_in_two_rows_even_if_programs_take_one(tmp_path: Path)
     assert not bundle.export(tmp_path / "alone", function, licence="MIT").signatures["predict"].joins
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
+def test_rows_of_one_number_are_joined(tmp_path: Path, dtype: str) -> None:
+    function = bundle.Function(lambda params, x: x + x, {"x": (dtype, ("batch",))}, sizes={"batch": (2,)})
+    assert bundle.export(tmp_path / "double", {"predict": function}, licence="MIT").signatures["predict"].joins
+
+
 def test_independent_rows_are_joined_also_in_coarse_dtypes_and_of_integers(tmp_path: Path) -> None:
     weight = np.random.default_rng(0).normal(size=(64, 8)).astype(jnp.bfloat16)
 

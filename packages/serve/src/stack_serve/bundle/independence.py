@@ -107,8 +107,10 @@ def _random(part: np.ndarray, spec: TensorSpec, scale: float, random: np.random.
     if "float" in spec.dtype:
         # 1e6 exceeds float16; the margin keeps sums of a few values finite.
         largest = float(jnp.finfo(part.dtype).max) / _FEW
-        return np.clip(random.standard_normal(part.shape) * min(scale, largest), -largest, largest).astype(part.dtype)
-    return random.integers(0, 2 if spec.dtype == "bool" else _FEW, part.shape).astype(part.dtype)
+        drawn = np.clip(random.standard_normal(part.shape) * min(scale, largest), -largest, largest)
+    else:
+        drawn = random.integers(0, 2 if spec.dtype == "bool" else _FEW, part.shape)
+    return np.asarray(drawn, part.dtype)
 
 
 def _extreme(part: np.ndarray) -> np.ndarray:

@@ -96,8 +96,15 @@ def test_rules_are_one_or_several_and_may_be_mappings(rules: Any) -> None:
     assert parse(QuantConfig, {"rules": rules}, path="quant").rules == (Rule(path="up", weights="int8"),)
 
 
+def test_a_mistake_in_a_recipe_is_reported_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("rules: [{path: up, weight: int8}]")
+    with pytest.raises(ConfigError, match=rf"^Unknown key '{path}: rules.0.weight'. Did you mean 'weights'"):
+        load_recipe(path)
+
+
 def test_what_are_no_rules_is_refused() -> None:
-    with pytest.raises(RuleError, match=r"7 is neither a rule nor a list of rules\. Give Rule"):
+    with pytest.raises(RuleError, match=r"rules is 7, neither a rule nor a list of rules\. Give Rule"):
         as_rules(7)
     with pytest.raises(ConfigError, match=r"rules\.0 is 7; a mapping with keys of Rule"):
         as_rules([7])
@@ -112,8 +119,9 @@ def test_the_section_of_a_run_is_registered_with_its_quantizer() -> None:
 @pytest.mark.parametrize(
     ("section", "error", "message"),
     [
-        ({"rules": [{"path": "up", "weight": "int8"}]}, ConfigError, "weight"),
-        ({"rules": [{"weights": "int8"}]}, RuleError, "neither path nor op"),
+        ({"rules": [{"path": "up", "weight": "int8"}]}, ConfigError, "^Unknown key 'quant.rules.0.weight'"),
+        ({"rules": {"path": "up", "weight": "int8"}}, ConfigError, "^Unknown key 'quant.rules.0.weight'"),
+        ({"rules": [{"path": "up"}, {"weights": "int8"}]}, RuleError, "^quant.rules.1: .* neither path nor op"),
         ({"rules": [], "method": "pdq"}, UnknownName, "Did you mean 'ptq'"),
         ({"rules": [{"path": "up", "gradients": "int8"}]}, RuleError, "no gradients to quantize"),
     ],

@@ -91,6 +91,31 @@ class Outer:
     sections: Annotated[Mapping[str, Any], Sections(SECTIONS)] = Field(default_factory=dict)
 
 
+@config
+class Several:
+    listed: tuple[Inner, ...] = ()
+    named: Mapping[str, Inner] = Field(default_factory=dict)
+    figures: Mapping[str, Annotated[Any, Selected(SHAPES, "shape")]] = Field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"listed": [{}, {"step": 3}]}, r"^Unknown key 'holder.listed.1.step'. Did you mean 'steps'"),
+        ({"listed": [{"steps": 0}]}, r"^holder.listed.0.steps: .*greater than 0"),
+        ({"listed": [3]}, "^holder.listed.0 is 3; a mapping with keys of Inner"),
+        ({"named": {"Code": {"steps": 0}}}, "^holder.named.Code.steps: .*greater than 0"),
+        ({"named": {"layers/[01]": {"steps": 0}}}, r"^holder.named.layers/\[01\].steps: .*greater than 0"),
+        ({"named": {"layers/[01]": {"step": 3}}}, r"^Unknown key 'holder.named.layers/\[01\].step'"),
+        ({"figures": {"a": {"shape": "circle", "side": 1}}}, "^Unknown key 'holder.figures.a.side'"),
+    ],
+)
+def test_mistakes_in_entries_have_the_path_of_the_entry(mapping, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(Several, mapping, path="holder")
+    assert parse(Several, {"listed": ({}, Inner(steps=2))}).listed == (Inner(), Inner(steps=2))
+
+
 def test_defaults_and_nested_values():
     parsed = parse(Outer, {"output": "x", "inner": {"steps": 3}, "figure": {"shape": "circle", "radius": 2}})
     assert parsed == Outer(output="x", inner=Inner(steps=3), figure=Circle(radius=2.0))

@@ -15,7 +15,7 @@ from stack_core.ops import building
 from stack_core.ops.definitions.linear import OP as LINEAR_OP
 from stack_core.ops.definitions.linear import REFERENCE as LINEAR
 from stack_core.ops.definitions.rope import REFERENCE as ROPE
-from stack_core.ops.dispatch import choosing, request
+from stack_core.ops.dispatch import choosing, implementations, request
 from stack_core.ops.dispatch.dispatch import requested
 
 X = jnp.ones((2, 3))
@@ -209,7 +209,7 @@ def test_what_is_no_implementation_under_its_own_name_is_reported_and_passed_ove
 ) -> None:
     targets = {"linear/odd": target, "linear/reference": LINEAR}
     entries = {name: Entry(name, target, "test") for name, target in targets.items()}
-    monkeypatch.setattr(choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    monkeypatch.setattr(implementations.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
     with pytest.warns(RuntimeWarning, match="ops 'linear/odd' is registered as .* Calls go to other implementations"):
         assert _chosen() == ("reference", "reference")
     with pytest.raises(PluginError, match="expected an OpImplementation of that op and that name"):
@@ -221,7 +221,7 @@ def test_an_implementation_that_cannot_be_loaded_is_reported_and_passed_over(mon
         "linear/broken": Entry("linear/broken", "stack_core.ops.definitions.linear:NO_SUCH", "test"),
         "linear/reference": Entry("linear/reference", LINEAR, "core"),
     }
-    monkeypatch.setattr(choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    monkeypatch.setattr(implementations.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
     with pytest.warns(RuntimeWarning, match="linear/broken"):
         assert _chosen() == ("reference", "reference")
 
@@ -484,7 +484,7 @@ def test_a_backend_that_is_not_installed_is_a_refusal(monkeypatch: pytest.Monkey
         "linear/absent": Entry("linear/absent", "no_such_backend.kernels:LINEAR", "test"),
         "linear/reference": Entry("linear/reference", LINEAR, "core"),
     }
-    monkeypatch.setattr(choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    monkeypatch.setattr(implementations.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
     plan = _plan()
     assert plan.forward.implementation.name == "reference"
     assert "its backend is not installed: No module named 'no_such_backend'" in dict(plan.forward.refused)["absent"]

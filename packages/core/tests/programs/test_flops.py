@@ -292,6 +292,39 @@ def test_the_model_flops_of_a_kernel_without_visible_products_are_those_of_the_r
     assert model_flops_per_step(apply, zeros(M, K), zeros(K, N)) == Flops({"float32": 3 * PRODUCT})
 
 
+def _loops_over_tiles(tiles, x, weight):
+    """Multiplies by a kernel that loops over as many tiles as its operand says, as grouped products do."""
+
+    def kernel(tiles_ref, x_ref, weight_ref, out_ref):
+        def multiply(_):
+            out_ref[...] = x_ref[...] @ weight_ref[...]
+
+        jax.lax.fori_loop(0, tiles_ref[0], lambda _, state: multiply(state), None)
+
+    return pl.pallas_call(kernel, out_shape=zeros(M, N), interpret=True)(tiles, x, weight)
+
+
+def _over_a_grid(tiles, x, weight):
+    """Multiplies by a kernel over a grid that only its run knows, without an estimate."""
+
+    def kernel(x_ref, weight_ref, out_ref):
+        out_ref[...] = x_ref[...] @ weight_ref[...]
+
+    return pl.pallas_call(kernel, grid=(tiles[0],), out_shape=zeros(M, N), interpret=True)(x, weight)
+
+
+@pytest.mark.parametrize("multiply", [_loops_over_tiles, _over_a_grid])
+def test_the_model_flops_of_a_kernel_of_unknown_length_are_those_of_the_reference(multiply):
+    def forward(x, weight, *, bias, preferred_dtype, requested):
+        return multiply(jnp.ones(1, jnp.int32), x, weight), {}
+
+    kernel = OpImplementation(op="linear", name="hidden", forward=forward)
+    apply = functools.partial(ops.linear, implementation=kernel)
+    (line,) = count_flops(apply, zeros(M, K), zeros(K, N)).uncounted
+    assert f"of {PRODUCT} FLOPs per trip, unknown trip count" in line
+    assert model_flops_per_step(apply, zeros(M, K), zeros(K, N)) == Flops({"float32": 3 * PRODUCT})
+
+
 def test_a_linear_solver_counts_without_its_derivatives():
     assert count_flops(lambda x: jnp.linalg.solve(x, x), zeros(4, 4)).total == 0
 

@@ -1,6 +1,6 @@
 """The `quant:` section of a run config, and the model transform that quantizes the model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,8 +18,7 @@ __all__ = ["QuantConfig", "Quantization"]
 
 
 def _written_out(rules: Any) -> Any:
-    is_list = isinstance(rules, Sequence) and not isinstance(rules, str)
-    return rules if is_list else as_rules(rules)
+    return as_rules(rules, path="quant.rules")
 
 
 @config

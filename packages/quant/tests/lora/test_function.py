@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from stack_core import ops
+from stack_core.abi.config import parse
+from stack_core.abi.errors import StackError
 from stack_quant import quantize_array, quantize_function
 from stack_quant.errors import QuantError, RuleError
 from stack_quant.lora.function import adapt_function
+from stack_quant.lora.section import LoRAConfig
 from stack_quant.spec import ArraySpec
 
 
@@ -138,6 +141,20 @@ def test_rules_that_match_nothing_are_refused(rules, message):
     params, x = {"w": normal(0, 8, 6), "b": jnp.zeros(6)}, normal(9, 5, 8)
     with pytest.raises(RuleError, match=message.replace("(", r"\(")):
         adapt_function(lambda params, x: x @ params["w"] + params["b"], params, rules, [x], key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([{"path": "w"}, {"path": "b", "ranc": 2}], r"^Unknown key 'lora\.rules\.1\.ranc'\. Did you mean 'rank'"),
+        ({"path": "w", "rank": "2"}, r"^lora\.rules\.0\.rank: .*integer"),
+        ([{"path": "("}], r"^lora\.rules\.0\.path='\(' is not a regular expression"),
+        ([], r"^lora\.rules is \[\], neither"),
+    ],
+)
+def test_mistakes_in_the_section_have_the_path_of_the_rule(rules, message):
+    with pytest.raises(StackError, match=message):
+        parse(LoRAConfig, {"rules": rules}, path="lora")
 
 
 def test_a_rule_of_rank_0_leaves_what_it_matches():

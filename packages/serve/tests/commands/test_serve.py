@@ -249,6 +249,13 @@ def test_other_speculation_is_refused(served: list[HttpServer], capsys: Any) -> 
     )
 
 
+def test_loading_of_adapters_that_no_program_could_apply_is_warned_of(served: list[HttpServer], capsys: Any) -> None:
+    main(["serve", "RUN", "--port", "0", "--adapter-loading"])
+    assert "warning: --adapter-loading: the server has no adapters" in capsys.readouterr().err
+    main(["serve", "RUN", "--port", "0", "--adapter-loading", "--adapter", "mine=runs/lora"])
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_whoever_may_reach_it_is_warned_of(served: list[HttpServer], capsys: Any) -> None:
     main(["serve", "RUN", "--host", "0.0.0.0", "--port", "0"])
     assert "warning: any client that reaches 0.0.0.0 can use the model" in capsys.readouterr().err
@@ -265,6 +272,8 @@ def test_mistakes_are_told(capsys: Any, tmp_path: Path) -> None:
     assert "is not a directory" in refusal(capsys, str(tmp_path / "none"), "--port", "0")
     assert "expected NAME=DIR" in refusal(capsys, "RUN", "--adapter", "mine")
     assert "--max-adapters: the server has no adapters" in refusal(capsys, "RUN", "--max-adapters", "4")
+    unused = refusal(capsys, "RUN", "--adapter-rank", "4", "--adapter-loading")
+    assert "--adapter-rank, --adapter-loading: the server has no adapters, and without one at the start" in unused
     assert "both set the size" in refusal(capsys, "RUN", "--pages", "9", "--memory-fraction", "0.5")
     assert "Two adapters have the name 'a'" in refusal(capsys, "RUN", "--adapter", "a=x", "--adapter", "a=y")
     assert "step_tokens=4 is less than" in refusal(capsys, "RUN", "--port", "0", "--step-tokens", "4")

@@ -5,16 +5,8 @@ import pytest
 from stack_core.abi.generation import PromptImage
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.images import images_of_rows
-from stack_serve.llm.scheduler import (
-    PRIORITY_ARRIVALS,
-    SchedulerState,
-    finish,
-    forget_prefixes,
-    recompute,
-    record,
-    reject,
-    schedule,
-)
+from stack_serve.llm.scheduler import PRIORITY_ARRIVALS, finish, forget_prefixes, recompute, record, reject, schedule
+from stack_serve.llm.scheduler_state import SchedulerState
 from stack_serve.llm.sequence import Sequence
 
 

@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.scheduler import (
-    PRIORITY_ARRIVALS,
-    SchedulerState,
-    finish,
-    forget_prefixes,
-    record,
-    reject,
-    schedule,
-)
+from stack_serve.llm.scheduler import PRIORITY_ARRIVALS, finish, forget_prefixes, record, reject, schedule
+from stack_serve.llm.scheduler_state import SchedulerState
 from stack_serve.llm.sequence import Sequence
 
 

@@ -7,9 +7,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 
-from stack_core.abi.errors import ChatTemplateError, GenerationError
+from stack_core.abi.errors import ChatTemplateError, ConfigError, GenerationError
 from stack_core.text.images import ImageSize, ReadImage
+from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.images import ImageInput, ImageLoader
+from stack_serve.openai.service import Service
+
+from .fake_engine import checkpoint
 
 DATA = b"0123456789"
 
@@ -84,3 +88,8 @@ def test_the_fetched_images_of_a_request_are_bounded_together(site: str) -> None
         assert [len(image.pixels) for image in found[1]] == [len(DATA)] * count
     with pytest.raises(ChatTemplateError, match=r"messages\.0\.content\.2: .* have more than 20 bytes"):
         images.render(lambda messages: "<img>" * 3, [{"role": "user", "content": [part] * 3}])
+
+
+def test_fetching_for_a_model_without_images_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^remote_images: 'tiny' does not read images"):
+        Service(checkpoint(), OpenAIConfig(remote_images=True))

@@ -15,7 +15,7 @@ import safetensors
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from stack_core.abi.errors import CheckpointDamaged, ConversionError, RunDirectoryError
+from stack_core.abi.errors import CheckpointDamaged, CheckpointError, ConversionError, RunDirectoryError
 from stack_train.huggingface import FORMAT
 from stack_train.run.config import run_config
 from stack_train.variables.trained_model import RUN_FORMAT
@@ -99,6 +99,14 @@ def test_changed_model_is_exported_with_its_own_config(make_checkpoint, tmp_path
     (tmp_path / "run" / "config.yaml").write_text(text.replace("max_positions: 64", "max_positions: 128"))
     FORMAT.export_run(tmp_path / "run", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 128
+
+
+def test_the_truncated_config_of_a_checkpoint_is_a_damaged_checkpoint(make_checkpoint, tmp_path):
+    FORMAT.import_run(make_checkpoint()[0], tmp_path / "run")
+    (path,) = (tmp_path / "run" / "checkpoints").glob("*/config.yaml")
+    path.write_text("model: {name: 'lla")
+    with pytest.raises(CheckpointError, match=rf"{path} is damaged: it does not match its SHA-256"):
+        read_params(tmp_path / "run", run_config(tmp_path / "run").model)
 
 
 def test_a_run_without_a_generation_config_is_exported_with_its_tokenizer_s_special_tokens(make_checkpoint, tmp_path):

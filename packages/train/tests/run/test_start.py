@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 from stack_core.abi.config import load_yaml, parse
-from stack_core.abi.errors import ConfigError
+from stack_core.abi.errors import ConfigError, RunDirectoryError
 from stack_train.run.checks import check
-from stack_train.run.config import RunConfig
+from stack_train.run.config import RunConfig, run_config
 from stack_train.run.resolve import parse_run, resolve
 from stack_train.run.run import build
 from stack_train.run.train import train
@@ -163,3 +163,34 @@ def test_the_smallest_config_trains(tmp_path):
     """Only its thousand steps are fewer here."""
     config = {"output": str(tmp_path / "smallest"), "model": {"name": "llama"}, "run": {"steps": 1}}
     assert train(parse(RunConfig, config)).step == 1
+
+
+WRITTEN = "output: run\nmodel:\n  name: llama\n  layers: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (WRITTEN.replace("name: llama", "name: 'lla"), "is not valid YAML"),
+        ("output: run\n", "has no key 'model'"),
+        ("", "has no key 'model'"),
+        ("output", "holds a str"),
+    ],
+)
+def test_the_truncated_config_of_a_run_is_called_damaged(tmp_path, text, problem):
+    (tmp_path / "config.yaml").write_text(text)
+    for remedy in ("Restore the file", f"Replace the file by the copy {tmp_path}/checkpoints/00000007/config.yaml"):
+        with pytest.raises(
+            RunDirectoryError, match=rf"(?s)The run {tmp_path} is damaged: .*{problem}.*{remedy}"
+        ) as caught:
+            run_config(tmp_path)
+        assert str(tmp_path / "config.yaml") in str(caught.value)
+        for step in (3, 7):
+            (tmp_path / "checkpoints" / f"{step:08d}").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "checkpoints" / f"{step:08d}" / "config.yaml").write_text(WRITTEN)
+
+
+def test_a_value_in_the_config_of_a_run_is_reported_with_its_file(tmp_path):
+    (tmp_path / "config.yaml").write_text(WRITTEN.replace("layers: 1", "layers: 1."))
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/config.yaml, the config .*model.layers.*\nThe run is damaged"):
+        run_config(tmp_path)

@@ -141,11 +141,8 @@ class Sections:
     def _validated(self, value: Any) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
             raise ConfigError(f"sections is {value!r}; expected a mapping from names to sections.")
-        return {name: self._section(str(name), section) for name, section in value.items()}
-
-    def _section(self, name: str, section: Any) -> Any:
-        cls = self.registry[name]
-        return section if isinstance(section, cls) else parse(cls, section, path=name)
+        sections = {str(name): (self.registry[str(name)], section) for name, section in value.items()}
+        return {name: x if isinstance(x, cls) else parse(cls, x, path=name) for name, (cls, x) in sections.items()}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -244,7 +241,10 @@ def apply_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dic
                 raise ConfigError(
                     f"Override {override!r}: {parent!r} is the value {section!r}, not a section. Set {parent!r} itself."
                 )
-        section[leaf] = _override_value(override, text)
+        try:
+            section[leaf] = yaml.load(text, _StrictLoader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"Override {override!r}: the value is not valid YAML: {error}") from error
     return result
 
 
@@ -414,13 +414,6 @@ def _by_place(value: Any) -> Any:
     return value
 
 
-def _override_value(override: str, text: str) -> Any:
-    try:
-        return yaml.load(text, _StrictLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"Override {override!r}: the value is not valid YAML: {error}") from error
-
-
 def mark_of(hint: Any, kind: type[C]) -> C | None:
     """Returns the mark of a class, such as `Selected`, in an annotated type; None if there is none."""
     return next((mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, kind)), None)
@@ -429,7 +422,13 @@ def mark_of(hint: Any, kind: type[C]) -> C | None:
 def _parse_field(hint: Any, value: Any, path: str, default: Any) -> Any:
     if selection := mark_of(hint, Selected):
         return _parse_selected(selection, value, path, default)
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    # Their entries are parsed here, because Pydantic would not prefix the path to an error of a nested `parse`.
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {key: _parse_field(arguments[1], each, f"{path}.{key}", None) for key, each in value.items()}
+    if origin is tuple and arguments[1:] == (...,) and isinstance(value, (list, tuple)):
+        return [_parse_field(arguments[0], each, f"{path}.{place}", None) for place, each in enumerate(value)]
+    options = arguments if origin in (typing.Union, types.UnionType) else (hint,)
     nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
     if nested is None or isinstance(value, nested) or (value is None and type(None) in options):
         return value
@@ -465,8 +464,8 @@ def _keys(hint: Any, value: Any, default: Any) -> tuple[str, ...]:
 def _explain(error: pydantic.ValidationError, path: str) -> str:
     problems: dict[tuple[str, str], list[str]] = {}  # a value of a union has a problem with each of its types
     for problem in error.errors():
-        loc = [str(part) for part in (*filter(None, [path]), *problem["loc"])]
-        where = ".".join(part for part in loc if not _UNION_TYPE.search(part)) or "The config"
+        loc = [part for part in map(str, problem["loc"]) if not _UNION_TYPE.search(part)]
+        where = ".".join([*filter(None, [path]), *loc]) or "The config"
         if problem["type"] in ("missing", "missing_keyword_only_argument"):
             problems[f"{where} is missing; it has no default.", ""] = []
             continue

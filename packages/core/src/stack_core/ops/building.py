@@ -4,16 +4,10 @@ from stack_core.ops.definitions.gated_linear_unit import ACTIVATIONS, gate_produ
 from stack_core.ops.definitions.rope import rope_angles, rotated
 from stack_core.ops.dispatch.automatic_axes import with_automatic_axes
 from stack_core.ops.dispatch.backward_call import BackwardCall, as_backward
-from stack_core.ops.dispatch.choosing import (
-    answer,
-    choose,
-    implementations_of,
-    is_installed,
-    preferred,
-    supporting,
-)
+from stack_core.ops.dispatch.choosing import answer, choose, supporting
 from stack_core.ops.dispatch.contract import accurate_dtype, contract
 from stack_core.ops.dispatch.differentiated import differentiated, forward_only
+from stack_core.ops.dispatch.implementations import implementations_of, is_installed, preferred
 from stack_core.ops.dispatch.manual_axes import vary_alike, varying
 from stack_core.ops.dispatch.picked import picked
 from stack_core.ops.dispatch.plain import is_plain

@@ -99,9 +99,10 @@ def model_flops_per_step(loss: Callable[..., Any], *args: Any) -> Flops:
 
 
 def model_flops_per_call(function: Callable[..., Any], *args: Any) -> Flops:
-    """Counts the FLOPs of one call as `count_flops` does; if kernels are not counted, those of the ops' references."""
+    """Counts the FLOPs of one call as `count_flops` does, or of the ops' references if some of it is not counted."""
     found = count_flops(function, *args)
-    if any(line.startswith("kernel") for line in found.uncounted):
+    # Also for loops: a kernel may loop over as many tiles as the groups of its operands need.
+    if found.uncounted:
         with references_only(True):
             found = count_flops(function, *args)
     return found

@@ -62,8 +62,11 @@ AdapterRules = AdapterRule | Mapping[str, Any] | Sequence[AdapterRule | Mapping[
 """One rule or several, as `AdapterRule`s or mappings of their fields."""
 
 
-def as_adapter_rules(rules: Any) -> tuple[AdapterRule, ...]:
+def as_adapter_rules(rules: Any, *, path: str = "rules") -> tuple[AdapterRule, ...]:
     """Parses one or several rules, given as `AdapterRule`s or mappings.
+
+    Args:
+      path: path of the rules in a config, for error messages.
 
     Raises:
       RuleError: `rules` has neither form, or is empty.
@@ -72,11 +75,19 @@ def as_adapter_rules(rules: Any) -> tuple[AdapterRule, ...]:
     if isinstance(rules, AdapterRule) or isinstance(rules, Mapping):  # noqa: SIM101 (a union of both loses their types)
         rules = [rules]
     if not isinstance(rules, Sequence) or isinstance(rules, str) or not rules:
-        raise RuleError(f"{rules!r} is neither an adapter rule nor a list of them. Give {{path: attention, rank: 8}}.")
-    return tuple(
-        rule if isinstance(rule, AdapterRule) else parse(AdapterRule, rule, path=f"rules.{place}")
-        for place, rule in enumerate(rules)
-    )
+        raise RuleError(
+            f"{path} is {rules!r}, neither an adapter rule nor a list of them. Give {{path: attention, rank: 8}}."
+        )
+    return tuple(_rule(rule, f"{path}.{place}") for place, rule in enumerate(rules))
+
+
+def _rule(rule: Any, path: str) -> AdapterRule:
+    if isinstance(rule, AdapterRule):
+        return rule
+    try:
+        return parse(AdapterRule, rule, path=path)
+    except RuleError as error:
+        raise RuleError(f"{path}.{error}") from None
 
 
 def plan_adapters(

@@ -13,6 +13,10 @@ from stack_quant.lora.rules import AdapterRule, as_adapter_rules
 __all__ = ["LoRAConfig", "LowRankAdaptation"]
 
 
+def _rules_of_section(rules: Any) -> Any:
+    return as_adapter_rules(rules, path="lora.rules")
+
+
 @config
 class LoRAConfig:
     """Low-rank adapters of a run's model. Only the adapters are trained.
@@ -24,7 +28,7 @@ class LoRAConfig:
       dtype: dtype of the factors. Updates of bfloat16 factors are rounded stochastically; their moments are float32.
     """
 
-    rules: Annotated[tuple[AdapterRule, ...], BeforeValidator(as_adapter_rules)]
+    rules: Annotated[tuple[AdapterRule, ...], BeforeValidator(_rules_of_section)]
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
 

@@ -57,8 +57,11 @@ def load_recipe(recipe: str | Path, *, with_stream: bool = False) -> tuple[Rule,
     return _read(Path(__file__).with_name(f"{recipe}.yaml"), with_stream)
 
 
-def as_rules(rules: Any, *, with_stream: bool = False) -> tuple[Rule, ...]:
+def as_rules(rules: Any, *, with_stream: bool = False, path: str = "rules") -> tuple[Rule, ...]:
     """Parses rules in any of the forms of `Rules`. For `with_stream` see `load_recipe`.
+
+    Args:
+      path: path of the rules in a config, for error messages.
 
     Raises:
       RuleError: `rules` has none of these forms, or a rule contradicts itself.
@@ -67,15 +70,15 @@ def as_rules(rules: Any, *, with_stream: bool = False) -> tuple[Rule, ...]:
     if isinstance(rules, str | Path):
         return load_recipe(rules, with_stream=with_stream)
     if isinstance(rules, Mapping):
-        return as_rules(rules["rules"]) if rules.keys() == {"rules"} else (_rule(rules, 0),)
+        return as_rules(rules["rules"], path=path) if rules.keys() == {"rules"} else (_rule(rules, f"{path}.0"),)
     if isinstance(rules, Rule):
         return (rules,)
     if not isinstance(rules, Sequence):
         raise RuleError(
-            f"{rules!r} is neither a rule nor a list of rules. Give Rule(path='.*', weights='int8'), a list of rules, "
-            f"or the name of a recipe: {', '.join(recipe_names())}."
+            f"{path} is {rules!r}, neither a rule nor a list of rules. Give Rule(path='.*', weights='int8'), a list of "
+            f"rules, or the name of a recipe: {', '.join(recipe_names())}."
         )
-    return tuple(_rule(rule, place) for place, rule in enumerate(rules))
+    return tuple(_rule(rule, f"{path}.{place}") for place, rule in enumerate(rules))
 
 
 def _read(path: Path, with_stream: bool) -> tuple[Rule, ...]:
@@ -86,7 +89,9 @@ def _read(path: Path, with_stream: bool) -> tuple[Rule, ...]:
     listed = mapping.get("rules")
     if isinstance(listed, list):
         listed = [_with_algorithm(rule, with_stream) if isinstance(rule, Mapping) else rule for rule in listed]
-    return parse(Recipe, {**mapping, "rules": as_rules(listed)} if isinstance(listed, list) else mapping).rules
+    return parse(
+        Recipe, {**mapping, "rules": as_rules(listed, path=f"{path}: rules")} if isinstance(listed, list) else mapping
+    ).rules
 
 
 def _with_algorithm(rule: Mapping[str, Any], with_stream: bool) -> dict[str, Any]:
@@ -96,5 +101,10 @@ def _with_algorithm(rule: Mapping[str, Any], with_stream: bool) -> dict[str, Any
     return fields
 
 
-def _rule(rule: Any, place: int) -> Rule:
-    return rule if isinstance(rule, Rule) else parse(Rule, rule, path=f"rules.{place}")
+def _rule(rule: Any, path: str) -> Rule:
+    if isinstance(rule, Rule):
+        return rule
+    try:
+        return parse(Rule, rule, path=path)
+    except RuleError as error:
+        raise RuleError(f"{path}: {error}") from None

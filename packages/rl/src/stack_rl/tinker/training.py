@@ -1,6 +1,7 @@
 """Training of one adapter: gradients that accumulate until an optimizer step, and its state on disk."""
 
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,7 +119,7 @@ class AdapterState:
             with np.load(directory / _ARRAYS) as file:
                 arrays = {name: jnp.asarray(file[name]) for name in file.files}
             lora = LoraSettings(**settings["lora"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"{directory} holds no readable adapter: {error}. Give another path.") from error
         trees: dict[str, dict[str, dict[str, Any]]] = {}
         for name, array in arrays.items():

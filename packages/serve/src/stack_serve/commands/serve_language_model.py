@@ -47,11 +47,12 @@ def serve_language_model(
     from stack_serve.openai.lifecycle import OpenAIApp
     from stack_serve.openai.service import Service
 
-    _check_used(options)
     given = _engine_options(EngineConfig, options)
     if engine_name != "llm" and given:
         verb = "is" if len(given) == 1 else "are"
         raise ConfigError(f"{flags_of(given)} {verb} for the engine llm, not for {engine_name}. Leave it out.")
+    if engine_name == "llm":
+        _check_used(options)
     engine_config = parse(EngineConfig, given)
     parallel = _parallel_config(engine_name, engine_config, options)
     # Fail on an unknown name before loading a large model.
@@ -186,13 +187,15 @@ def _make_engine(name: str, checkpoint: Any, config: Any, progress: Any) -> Any:
 
 
 def _check_used(options: Mapping[str, Any]) -> None:
-    """Raises a ConfigError for options without effect."""
-    of_adapters = [name for name in ("max_adapters", "adapter_rank") if name in options]
-    if of_adapters and not options.get("adapter") and not options.get("adapter_loading"):
-        raise ConfigError(
-            f"{flags_of(of_adapters)}: the server has no adapters. Add --adapter NAME=DIR or --adapter-loading, or "
-            "leave it out."
-        )
+    """Raises a ConfigError for options without effect, or warns if only their requests are refused."""
+    of_adapters = [name for name in ("max_adapters", "adapter_rank", "adapter_loading") if options.get(name)]
+    if not of_adapters or options.get("adapter"):
+        return
+    # Programs apply adapters only to the parameters that had one at the start.
+    reason = "the server has no adapters, and without one at the start none can be loaded later"
+    if of_adapters != ["adapter_loading"]:
+        raise ConfigError(f"{flags_of(of_adapters)}: {reason}. Add --adapter NAME=DIR, or leave it out.")
+    say(f"warning: --adapter-loading: {reason}: requests to load one are refused. Add --adapter NAME=DIR.")
 
 
 def _engine_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:

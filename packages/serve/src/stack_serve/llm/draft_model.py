@@ -13,7 +13,7 @@ from stack_serve.llm.compiled_programs import Key
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.programs import Programs
 from stack_serve.llm.proposer import Proposer
-from stack_serve.llm.scheduler import Row
+from stack_serve.llm.scheduler_state import Row
 
 __all__ = ["DraftModel", "check_vocabulary"]
 

@@ -9,7 +9,7 @@ from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.config import SpeculationConfig
 from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.proposer import ModelDrafts, Proposer
-from stack_serve.llm.scheduler import Plan, Row, SchedulerState
+from stack_serve.llm.scheduler_state import Plan, Row, SchedulerState
 from stack_serve.llm.sequence import Sequence
 from stack_serve.llm.speculation import Speculation
 from stack_serve.llm.work import Continuation

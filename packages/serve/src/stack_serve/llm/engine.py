@@ -17,14 +17,13 @@ import jax
 import numpy as np
 
 from stack_core import ops
-from stack_core.abi.adapters import Adapters, ExpectsAdapters
+from stack_core.abi.adapters import Adapters
 from stack_core.abi.engines import Engine, Pooling
-from stack_core.abi.errors import ConfigError, EngineBusy, EngineStopped, GenerationError, nearest
+from stack_core.abi.errors import ConfigError, EngineBusy, EngineStopped, GenerationError
 from stack_core.abi.formats import Dequantizes, GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.abi.model_formats import open_for_generation
-from stack_core.chips.machine import give_memory_back, resident_bytes
-from stack_serve.llm.adapters import AdapterShapes, HostAdapter, read_all
+from stack_core.chips.machine import give_memory_back
 from stack_serve.llm.compiled_programs import Key, Progress
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.constraints import ConstraintCompiler, is_installed
@@ -36,12 +35,14 @@ from stack_serve.llm.limits import Limits
 from stack_serve.llm.lockstep import Follower, Leader
 from stack_serve.llm.logits_processors import open_processors
 from stack_serve.llm.loop import EngineLoop
+from stack_serve.llm.memory import describe_memory
 from stack_serve.llm.mtp import MtpDrafter, MtpPrograms, programs_class
 from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.pooling import PoolingPrograms, check_pooling
 from stack_serve.llm.programs import Programs
 from stack_serve.llm.proposer import Proposer
+from stack_serve.llm.served_adapters import ServedAdapters
 from stack_serve.llm.work import Continuation, Work
 
 __all__ = ["LLMEngine"]
@@ -88,10 +89,7 @@ class LLMEngine(Engine):
     ) -> None:
         config = EngineConfig() if config is None else config
         checkpoint = _dequantized(checkpoint) if config.dequantize else checkpoint
-        given = read_all(checkpoint, config.adapters)
-        takes_adapters = given or isinstance(checkpoint, ExpectsAdapters)
-        self._shapes = AdapterShapes.of(checkpoint, config, given) if takes_adapters else None
-        self._adapters = {name: self._fitted(name, adapters) for name, adapters in given.items()}
+        self._adapters = ServedAdapters(checkpoint, config)
         processors = open_processors(config.logits_processors)
         draft = None if config.draft_model is None else open_for_generation(config.draft_model)
         if draft is not None:
@@ -105,7 +103,8 @@ class LLMEngine(Engine):
         self._checkpoint, self.parameters = checkpoint, checkpoint.parameters
         max_tokens, pages = self.limits.max_tokens, self.limits.pages
         sizes = {"max_tokens": max_tokens, "pages": pages}
-        options: Any = {"adapters": self._shapes, "constraints": is_installed() and checkpoint.tokenizer is not None}
+        constraints = is_installed() and checkpoint.tokenizer is not None
+        options: Any = {"adapters": self._adapters.shapes, "constraints": constraints}
         if group is not None:
             placement = Placement(checkpoint.states, config.tensor, jax.devices(), expert=config.expert)
             options |= {"placement": placement, "leader": self._leader}
@@ -179,24 +178,7 @@ class LLMEngine(Engine):
 
     def memory(self) -> str:
         """Returns the memory use of this process by purpose, as human-readable text."""
-        parts, all_bytes = self._programs.sizes_bytes(), resident_bytes()
-        for programs in self._all_programs[1:]:
-            of_draft = programs.sizes_bytes()
-            parts["draft model"] = of_draft["parameters"]
-            parts["pages"] += of_draft["pages"]
-        on_cpu = jax.default_backend() == "cpu"
-        pages_bytes = parts.pop("pages")
-        if all_bytes is not None:
-            # On CPUs, pages that no sequence has used yet take no memory.
-            parts["programs, libraries and used pages" if on_cpu else "programs and libraries"] = max(
-                all_bytes - (sum(parts.values()) if on_cpu else 0), 0
-            )
-        text = ", ".join(f"{name} {size_bytes / 2**20:.0f} MB" for name, size_bytes in parts.items())
-        page_tokens = self._programs.page_tokens
-        return (
-            f"{text}; the cache {'grows to' if on_cpu else 'has'} {pages_bytes / 2**20:.0f} MB for "
-            f"{self.limits.pages * page_tokens} tokens, set by memory_fraction or pages"
-        )
+        return describe_memory(self._programs, self._all_programs[1:], self.limits.pages)
 
     def follow(self) -> None:
         """Repeats what the first process of the group launches and compiles, until that process ends."""
@@ -241,7 +223,7 @@ class LLMEngine(Engine):
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of adapters that requests may select."""
-        return tuple(self._adapters)
+        return self._adapters.names
 
     def load_adapter(self, name: str, adapters: str | Adapters) -> None:
         """Registers an adapter. It is copied to the devices when the first request that uses it is scheduled.
@@ -256,11 +238,7 @@ class LLMEngine(Engine):
           GenerationError: the engine was started without adapters, or this adapter would require a recompilation.
           StackError: the adapter cannot be read, or belongs to another model.
         """
-        if isinstance(adapters, str):
-            adapters = read_all(self._checkpoint, {name: adapters})[name]
-        fitted = self._fitted(name, adapters)
-        with self._lock:
-            self._adapters[name] = fitted
+        self._adapters.load(name, adapters)
 
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter. Requests submitted earlier still use it.
@@ -268,14 +246,12 @@ class LLMEngine(Engine):
         Raises:
           GenerationError: the name is unknown.
         """
-        with self._lock:
-            self._adapter(name)
-            del self._adapters[name]
+        self._adapters.unload(name)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises a GenerationError that names the invalid parameter if the request cannot be served."""
         self.limits.check(request)
-        self._adapter(request.adapter)
+        self._adapters.find(request.adapter)
         if request.sampling.constraint is not None:
             self.compile_constraint(request.sampling.constraint)
 
@@ -365,7 +341,8 @@ class LLMEngine(Engine):
         self.limits.check(request)
         updates = queue.SimpleQueue[GenerationUpdate]()
         compiler = None if request.sampling.constraint is None else self._constraint_compiler()
-        work = self._loop.work_factory.create(request, receive or updates.put, self._adapter(request.adapter), compiler)
+        adapter = self._adapters.find(request.adapter)
+        work = self._loop.work_factory.create(request, receive or updates.put, adapter, compiler)
         with self._lock:
             self._check_awake()
             # A stream may outlive its request: its updates wait until they are read.
@@ -474,13 +451,13 @@ class LLMEngine(Engine):
 
     def export_pages(self, request: GenerationRequest) -> ExportedPages:
         """Copies the cached pages of a prompt for another engine, after a request with this prompt."""
-        adapter = self._adapter(request.adapter)
+        adapter = self._adapters.find(request.adapter)
         number = None if adapter is None else adapter.number
         return self._between_steps(lambda: self._loop.export_pages(request, number))
 
     def import_pages(self, request: GenerationRequest, exported: ExportedPages) -> None:
         """Adds pages of another engine to the prefix cache, as many as fit, before the request is submitted."""
-        adapter = self._adapter(request.adapter)
+        adapter = self._adapters.find(request.adapter)
         number = None if adapter is None else adapter.number
         self._between_steps(lambda: self._loop.import_pages(request, number, exported))
 
@@ -533,26 +510,6 @@ class LLMEngine(Engine):
                     )
                 self._compiler = ConstraintCompiler(checkpoint.tokenizer, checkpoint.vocab_size, checkpoint.end_tokens)
             return self._compiler
-
-    def _adapter(self, name: str | None) -> HostAdapter | None:
-        """Looks up an adapter by name; None selects the base model."""
-        adapter = None if name is None else self._adapters.get(name)
-        if name is not None and adapter is None:
-            raise GenerationError(
-                f"There is no adapter {name!r}.{nearest(name, self._adapters)} There are: "
-                f"{', '.join(self._adapters) or 'none'}.",
-                parameter="adapter",
-            )
-        return adapter
-
-    def _fitted(self, name: str, adapters: Adapters) -> HostAdapter:
-        if self._shapes is None:
-            raise GenerationError(
-                f"The engine was started without adapters, so its programs cannot apply {name!r}. Start it with an "
-                "adapter (stack serve BASE --adapter NAME=RUN).",
-                parameter="adapter",
-            )
-        return self._shapes.fitted(name, adapters)
 
     def _refuse_over_hosts(self, feature: str) -> None:
         if self._group is not None:

@@ -12,7 +12,7 @@ from stack_core.abi.generation import GenerationRequest
 from stack_serve.llm.page_copies import HANDOVER_PAGES
 from stack_serve.llm.pages import extend_digests
 from stack_serve.llm.programs import Programs
-from stack_serve.llm.scheduler import SchedulerState
+from stack_serve.llm.scheduler_state import SchedulerState
 
 __all__ = ["ExportedPages", "export_pages", "import_pages"]
 

@@ -29,17 +29,8 @@ from stack_serve.llm.new_weights import KeysOfOldWeights
 from stack_serve.llm.output import GOES_ON, EndOfTokens
 from stack_serve.llm.programs import ForwardResult, Programs, StepResult
 from stack_serve.llm.proposer import Proposer
-from stack_serve.llm.scheduler import (
-    Plan,
-    Row,
-    SchedulerState,
-    finish,
-    forget_prefixes,
-    recompute,
-    record,
-    reject,
-    schedule,
-)
+from stack_serve.llm.scheduler import finish, forget_prefixes, recompute, record, reject, schedule
+from stack_serve.llm.scheduler_state import Plan, Row, SchedulerState
 from stack_serve.llm.sequence import Sequence
 from stack_serve.llm.work import Continuation, Work
 from stack_serve.llm.work_factory import WorkFactory

@@ -15,7 +15,7 @@ from stack_serve.llm.config import EngineConfig, PageLayout
 from stack_serve.llm.mtp_step import HiddenStep, MtpStep, cached_states
 from stack_serve.llm.programs import Programs
 from stack_serve.llm.proposer import Proposer
-from stack_serve.llm.scheduler import Row
+from stack_serve.llm.scheduler_state import Row
 from stack_serve.llm.step import SlotState
 from stack_serve.llm.unstacking import layer_by_layer
 

@@ -8,7 +8,7 @@ import numpy as np
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.drafts import Acceptance
 from stack_serve.llm.programs import Programs
-from stack_serve.llm.scheduler import Row
+from stack_serve.llm.scheduler_state import Row
 from stack_serve.llm.sequence import Sequence as State
 
 __all__ = ["ModelDrafts", "Proposer"]

@@ -104,6 +104,8 @@ class Service(ModelService[OpenAIConfig, Metrics]):
         # Read now, because a wrong template should fail before the weights are loaded.
         source = _template_source(checkpoint, config)
         reader = image_reader_of(checkpoint)
+        if config.remote_images and reader is None:
+            raise ConfigError(f"remote_images: {checkpoint.name!r} does not read images. Leave it out.")
         self._images = ImageInput(reader, config.remote_images, config.max_body_bytes, self.max_tokens)
         special_tokens, images = checkpoint.special_tokens, reader is not None
         self._template = None if source is None else ChatTemplate(source, special_tokens, images=images)

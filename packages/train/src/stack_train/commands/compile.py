@@ -159,8 +159,10 @@ def _memory(report: "StepReport") -> list[str]:
 
 
 def _speed(report: "StepReport") -> list[str]:
+    lines_of_model = dict.fromkeys(report.model_flops.uncounted)
+    uncounted = [f"not counted in the FLOPs for the model: {line}" for line in lines_of_model]
     if report.cost is None:
-        return [f"FLOPs of a {report.program}: {report.model_flops.total:.4g} for the model"]
+        return [f"FLOPs of a {report.program}: {report.model_flops.total:.4g} for the model", *uncounted]
     hardware = report.cost.flops.total * report.devices
     ratio = hardware / report.model_flops.total
     roofline = report.cost.roofline
@@ -182,7 +184,7 @@ def _speed(report: "StepReport") -> list[str]:
     lines += [f"not counted beyond one trip: {name}" for name in report.cost.unknown_loops]
     if kernels := report.cost.uncounted_kernels:
         lines.append(f"not counted in the FLOPs done: kernels {', '.join(kernels)}")
-    return lines
+    return lines + uncounted
 
 
 def _gib(size_bytes: int | float) -> str:

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-from stack_core.abi.config import parse_yaml
 from stack_core.abi.run_directory import RunDirectory
 from stack_train.panels.run_report import write_report
 
@@ -18,7 +17,8 @@ def report(run: Path, /) -> None:
     Args:
       run: the run's directory.
     """
-    directory = RunDirectory(run)
-    for failure in write_report(run, parse_yaml(directory.config_yaml(), str(directory.config))):
+    from stack_train.run.config import saved_config  # imports JAX
+
+    for failure in write_report(run, saved_config(RunDirectory(run))):
         print(f"stack: a panel of the report failed: {failure}", file=sys.stderr)
     print(f"stack: the report is {str(run / 'report.html')!r}.", file=sys.stderr)

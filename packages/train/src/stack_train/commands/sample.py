@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from stack_core.abi.config import parse, parse_yaml
+from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError, DataError, GenerationError
 from stack_core.abi.local_paths import local_address
 from stack_core.abi.run_directory import RunDirectory
@@ -89,6 +89,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     from stack_train.diffusion.grid import pillow
     from stack_train.diffusion.samplers import SamplerConfig
     from stack_train.diffusion.sampling import open_images
+    from stack_train.run.config import saved_config
 
     given = {"name": sampler, "spacing": spacing, "guidance": guidance}
     given = {name: value for name, value in given.items() if value is not None}
@@ -128,8 +129,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
         images = opened.images(turns, config, seed=seed)
     _write(images, columns, path, fps)
     if out is None and opened.step is not None:
-        directory = RunDirectory(Path(model))
-        write_report(Path(model), parse_yaml(directory.config_yaml(), str(directory.config)))
+        write_report(Path(model), saved_config(RunDirectory(Path(model))))
 
 
 def _check_options(

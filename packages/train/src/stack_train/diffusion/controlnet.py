@@ -29,15 +29,14 @@ from stack_train.diffusion.unet import (
     DESCENT_SETTINGS,
     SILENT_KEYS,
     Descent,
-    Layers,
     Unet,
-    UnetConfig,
     component_name,
     projections,
     read_descent,
     skip_widths,
     write_descent,
 )
+from stack_train.diffusion.unet_blocks import Layers, UnetConfig
 from stack_train.models.reader import Reader, Setting
 from stack_train.variables.model_variables import values_of
 

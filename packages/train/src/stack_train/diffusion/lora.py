@@ -24,7 +24,7 @@ from stack_core.abi.errors import ConversionError
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.pipeline import Pipeline
 from stack_train.diffusion.prompts import TextEncoder
-from stack_train.diffusion.unet import UnetConfig
+from stack_train.diffusion.unet_blocks import UnetConfig
 from stack_train.variables.model_variables import ModelVariables, values_of
 
 __all__ = ["KOHYA_FILE", "LORA_FILE", "merge_lora", "write_lora"]

@@ -14,7 +14,15 @@ from stack_core.abi.errors import ConversionError
 from stack_core.abi.plugins import registries
 from stack_train.models.weight_map import WeightRule
 
-__all__ = ["ARCHITECTURES", "ROPE_FREQUENCIES", "ROUTER", "Architecture", "architecture_of", "settings_of"]
+__all__ = [
+    "ARCHITECTURES",
+    "ROPE_FREQUENCIES",
+    "ROUTER",
+    "Architecture",
+    "architecture_of",
+    "reordered_heads",
+    "settings_of",
+]
 
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -200,3 +208,8 @@ def settings_of(config: Any, architecture: Architecture) -> list[tuple[str, Any]
         scaling = [("rope.scaling.type", "linear"), ("rope.scaling.factor", float(config.rope_scaling.factor))]
     own = [(key, getattr(config, name)) for name, key in architecture.settings.items()]
     return [(f"{architecture.name}.{key}", value) for key, value in (*found, *scaling, *own)]
+
+
+def reordered_heads(config: Any) -> dict[str, int]:
+    """Returns the number of heads of each projection whose rows are reordered if RoPE rotates adjacent features."""
+    return {"q_proj": config.heads, "k_proj": config.kv_head_count}

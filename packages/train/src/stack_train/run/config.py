@@ -16,6 +16,7 @@ from stack_core.abi.config import (
     with_current_keys,
 )
 from stack_core.abi.data import FollowsObjective
+from stack_core.abi.errors import ConfigError, RunDirectoryError
 from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
@@ -134,17 +135,38 @@ def saved_config(directory: RunDirectory) -> dict[str, Any]:
     """Reads the resolved config of a run as a mapping, with the current names of its keys.
 
     Raises:
-      RunDirectoryError: the directory holds no run.
-      ConfigError: the file is not YAML.
+      RunDirectoryError: the directory holds no run, or its config is damaged.
     """
-    return with_current_keys(RunConfig, parse_yaml(directory.config_yaml(), str(directory.config)))
+    text = directory.config_yaml()
+    try:
+        mapping = parse_yaml(text, str(directory.config))
+    except ConfigError as error:
+        raise _damaged(directory, str(error)) from error
+    # A run writes every key, so one that has no default is missing only in a truncated file.
+    if "model" not in mapping:
+        raise _damaged(directory, f"{str(directory.config)!r} has no key 'model', which the run wrote.")
+    return with_current_keys(RunConfig, mapping)
+
+
+def _damaged(directory: RunDirectory, problem: str) -> RunDirectoryError:
+    copies = sorted(directory.checkpoints.glob("[0-9]*/config.yaml"))
+    remedy = f"Replace the file by the copy {copies[-1]}." if copies else "Restore the file."
+    return RunDirectoryError(f"The run {directory.path} is damaged: {problem} {remedy}")
 
 
 def run_config(run: Path) -> RunConfig:
     """Reads the resolved config of a run.
 
     Raises:
-      RunDirectoryError: the directory holds no run.
+      RunDirectoryError: the directory holds no run, or its config is damaged.
       ConfigError: the config does not match the installed packages.
     """
-    return parse(RunConfig, saved_config(RunDirectory(run)))
+    directory = RunDirectory(run)
+    saved = saved_config(directory)
+    try:
+        return parse(RunConfig, saved)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{directory.config}, the config of a run, is not valid: {error}\nThe run is damaged, or was written by "
+            "another version of the packages."
+        ) from error

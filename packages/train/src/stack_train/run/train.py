@@ -21,6 +21,7 @@ from stack_core.chips import count_units, current_chip
 from stack_core.runtime.signals import StopRequest, stop_requests
 from stack_core.runtime.worker import current_worker
 from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord
+from stack_train.checkpoint.reading import CONFIG
 from stack_train.data.abilities import VariesShapes
 from stack_train.observers.goodput import GoodputObserver
 from stack_train.observers.terminal import TerminalObserver
@@ -194,7 +195,8 @@ def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainS
         restored = store.restore(program.abstract_state.without_frozen())
         # Compared with the checkpoint's config, too: a session that was killed before its first checkpoint may have
         # changed the data after this checkpoint was saved.
-        changes = (*run.changes, *fixed_differences(run.config, parse_yaml(restored.config_yaml, "config.yaml")))
+        saved = parse_yaml(restored.config_yaml, str(store.path(restored.step) / CONFIG))
+        changes = (*run.changes, *fixed_differences(run.config, saved))
         if not any(is_under(line, ["data"]) for line in changes):  # changed data starts from its beginning
             batches.set_state(restored.data_state)
         steps, records = restored.step, restored.frozen

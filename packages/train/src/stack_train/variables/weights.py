@@ -19,6 +19,8 @@ from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.tree_paths import path_name
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
+from stack_train.checkpoint.manifest import read_documents, read_manifest
+from stack_train.checkpoint.reading import CONFIG
 from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, stored_model
@@ -244,8 +246,10 @@ def _read(
         latest = store.latest() if step is None else step
         if latest is not None:
             # First, because codes of another recipe can have the same shapes and pass the checks of the leaves.
-            _check_recipe(store.path(latest) / "config.yaml", config)
+            _check_recipe(store.path(latest), config)
         restored = store.restore_variables(abstract, step)
+        if restored.step != latest:  # the latest is damaged
+            _check_recipe(store.path(restored.step), config)
         # A checkpoint of weights stores the averages themselves.
         averages = as_optimizer(config.optimizer).averages and restored.kind != "weights"
         # Then the checkpoint holds every value directly.
@@ -287,19 +291,24 @@ def _abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def _check_recipe(path: Path, config: RunConfig) -> None:
+def _check_recipe(checkpoint: Path, config: RunConfig) -> None:
     """Checks that a checkpoint was quantized with the recipe of the run's config.
 
     It compares only sections that both configs have. A config without a recipe requests the float model, which a run
     trained with a recipe also has.
 
     Args:
-      path: `config.yaml` of the checkpoint; nothing is compared if it is missing.
+      checkpoint: directory of the checkpoint. Nothing is compared if it is damaged, which its reader reports.
 
     Raises:
       ConfigError: the recipes differ; names each setting.
     """
-    saved = parse_yaml(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
+    try:
+        text = read_documents(checkpoint, read_manifest(checkpoint))[CONFIG].decode()
+    except CheckpointError:
+        return
+    path = checkpoint / CONFIG
+    saved = parse_yaml(text, str(path))
     lines = [
         line
         for name in registries.transforms
@@ -311,6 +320,6 @@ def _check_recipe(path: Path, config: RunConfig) -> None:
     if lines:
         listing = "\n  ".join(lines)
         raise ConfigError(
-            f"Checkpoint {path.parent} was quantized by another recipe; here is the run's, not the checkpoint's:\n  "
+            f"Checkpoint {checkpoint} was quantized by another recipe; here is the run's, not the checkpoint's:\n  "
             f"{listing}\nRestore the run's config, of which the checkpoint has a copy: {path}."
         )

@@ -40,7 +40,7 @@ def _ignore_progress(stage: str, finished: int, total: int) -> None:
     """Ignores progress (the default `Progress`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantizedCheckpoint:
     """Result of `quantize_checkpoint`.
 
@@ -61,13 +61,17 @@ class QuantizedCheckpoint:
     sensitivity: Sensitivity | None = None
     chosen: Mapping[str, Candidate] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<QuantizedCheckpoint {self._losses()}; {repr(self.report).strip('<>')}>"
+
     def _repr_html_(self) -> str:
-        losses = (
-            f"loss of {self.targets:,} held-out targets {self.loss_before:.4f} before, {self.loss_after:.4f} after"
-            if self.loss_before is not None and self.loss_after is not None
-            else "no held-out targets"
-        )
-        return str(element("p", f"{self.destination}: {losses}")) + self.report._repr_html_()
+        return str(element("p", self._losses())) + self.report._repr_html_()
+
+    def _losses(self) -> str:
+        if self.loss_before is None or self.loss_after is None:
+            return f"{self.destination}: no held-out targets"
+        losses = f"{self.loss_before:.4f} before, {self.loss_after:.4f} after"
+        return f"{self.destination}: loss of {self.targets:,} held-out targets {losses}"
 
 
 def quantize(

@@ -167,6 +167,19 @@ def test_links_of_a_copied_file_lead_to_pages():
     )
 
 
+def test_the_ratios_of_the_front_page_are_measured():
+    front, measured = (ROOT / "README.md").read_text(), (DOCS / "benchmarks.md").read_text()
+    ratios = re.findall(r"([\d.]+) \u00d7 ([\w.]*\w)", front)
+    assert len(ratios) >= 8
+    for ratio, peer in ratios:
+        row = rf"^\|.* over (.* )?{re.escape(peer)}\b.*\| {re.escape(ratio)} \("
+        assert re.search(row, measured, re.MULTILINE), (
+            f"docs/benchmarks.md has no ratio {ratio} to {peer}: update README.md"
+        )
+    for command in re.findall(r"\u00d7.*\| `([^`]+)` \|$", front, re.MULTILINE):
+        assert f"`nox -s bench -- {command}`" in measured
+
+
 @pytest.mark.parametrize("message", messages())
 def test_the_message_of_a_remedy_is_still_printed(message):
     assert is_printed(message), f"no string of packages/*/src holds {message!r}; quote the message as it is now"

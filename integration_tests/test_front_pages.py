@@ -2,10 +2,12 @@
 
 import ast
 import contextlib
+import dataclasses
 import importlib
 import importlib.metadata
 import inspect
 import io
+import re
 import textwrap
 import typing
 from pathlib import Path
@@ -118,7 +120,12 @@ def test_a_config_is_a_file_a_mapping_or_an_object_with_changes(folder):
     assert from_file.step == 2
     assert "learning_rate: 0.01" in (folder / "runs/base/config.yaml").read_text()
     assert "iframe" in from_file._repr_html_()
+    assert re.fullmatch(
+        r"<run runs/base: step 2, loss [\d.]+, validation loss [\d.]+, [\d,]+ tokens/s>", repr(from_file)
+    )
     config = stack_train.RunConfig(**{**base, "output": "runs/other", "run": {"steps": 1}})
+    run = stack_train.build(dataclasses.replace(config, output="runs/third"))
+    assert repr(run) == f"<Run runs/third, new: {run.program.step.model.parameter_count:,} parameters, 1 steps>"
     assert stack_train.train(config, optimizer={"name": "sgd", "learning_rate": 0.1}).step == 1
     with pytest.raises(ConfigError, match=r"Unknown key 'run\.stepz'"):
         stack_train.train(base, run={"stepz": 3})

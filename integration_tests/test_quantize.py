@@ -255,7 +255,7 @@ def test_a_recipe_that_is_trained_by_is_what_the_run_is_quantized_by(folder, cap
     assert resolved["method"] == "qat" and all(isinstance(rule, dict) for rule in resolved["rules"])
     assert {rule["weights"] for rule in resolved["rules"]} >= {"int4"}
     capsys.readouterr()
-    main(["quantize", str(folder / "aware"), "--out", str(folder / "aware-quantized"), "--json"])
+    main(["quantize", str(folder / "aware"), "--json"])
     assert json.loads(capsys.readouterr().out)["loss_after"] > 0
     expected, loaded = model_of(folder / "aware"), model_of(folder / "aware-quantized")
     np.testing.assert_allclose(logits_of(loaded), logits_of(expected), rtol=0, atol=1e-4)

@@ -66,6 +66,19 @@ def test_every_starter_trains_a_step(folder):
         assert (folder / "runs" / kind / "config.yaml").is_file()
 
 
+def test_preferences_and_tasks_are_in_the_format_of_the_chats(folder):
+    """A chat model is asked through its template, so it must be aligned through it."""
+    asked = {name: [] for name in ("chats", "pairs", "tasks")}
+    for name, prompts in asked.items():
+        for record in map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()):
+            (message,) = record["prompt"] if "prompt" in record else record["messages"][:1]
+            prompts.append(message)
+    assert len(asked["pairs"]) >= 20 and len(asked["tasks"]) >= 10
+    messages = [message for prompts in asked.values() for message in prompts]
+    kinds = {(message["role"], message["content"].startswith("Which color is the ")) for message in messages}
+    assert kinds == {("user", True)}
+
+
 def test_nothing_is_overwritten(folder, capsys):
     with pytest.raises(SystemExit) as left:
         main(["init", "llm"])

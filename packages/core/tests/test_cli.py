@@ -174,11 +174,14 @@ def test_a_commands_own_help_is_its_docstring(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("bench", "opz"), "Unknown name 'bench opz' among commands. Did you mean 'bench ops'"),
+        (
+            ("bench", "opz"),
+            "Unknown name 'bench opz' among commands. Did you mean 'bench ops'? `stack bench --help` lists all.",
+        ),
         (("bench", "ops", "some", "more", "x"), "Unexpected 'more', 'x': `stack bench ops` takes [OP] and options.\n"),
         (("bench", "ops", "--opp", "x"), "Run `stack bench ops --help`."),
         (("bench", "--opp"), "Run `stack bench --help`."),
-        (("bensh", "ops"), "Unknown name 'bensh' among commands."),
+        (("bensh", "ops"), "Unknown name 'bensh' among commands. Did you mean 'bench'"),
     ],
 )
 def test_wrong_usage_of_a_group_exits_with_2_and_says_what_is_right(run, arguments, message):

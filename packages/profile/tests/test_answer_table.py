@@ -109,6 +109,14 @@ def test_an_answer_is_html_in_a_notebook():
     assert "<style>" in page  # without it, plots are black
 
 
+def test_an_answer_prints_as_its_command_does(monkeypatch):
+    answer = Answer("some", {"busy_s": 0.5}, Row, ROWS * 15, ("a note",))
+    monkeypatch.setattr(printing.sys, "stdout", io.StringIO())
+    printing.show(answer, limit=20)
+    assert str(answer).split() == printing.sys.stdout.getvalue().split()
+    assert repr(answer) == "<Answer of some: 30 rows of name, self_s, busy_share, forward_s, line>"
+
+
 def test_all_commands_print_json(captured, tmp_path, capsys):
     from stack_profile.commands.profile import export
     from stack_profile.commands.report import report

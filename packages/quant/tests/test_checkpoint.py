@@ -111,6 +111,8 @@ def test_a_model_is_opened_measured_and_saved_through_the_contract(trained: Trai
     assert result.loss_before == pytest.approx(np.mean(losses), rel=1e-5)
     assert result.loss_after != result.loss_before == pytest.approx(result.loss_after, rel=0.05)
     assert f"targets {result.loss_before:.4f} before" in result._repr_html_()
+    assert repr(result).startswith(f"<QuantizedCheckpoint {tmp_path}/out: loss of 24 held-out targets ")
+    assert repr(result).endswith(f"; {repr(result.report)[1:]}")
     assert result.targets == 24
     assert result.report.bytes_after < result.report.bytes_before / 2
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import cyclopts
 
-from stack_core.abi.errors import ConfigError, HardwareError, StackError
+from stack_core.abi.errors import ConfigError, HardwareError, StackError, UnknownName, nearest
 from stack_core.abi.local_paths import local_path, refuse_remote
 from stack_core.abi.plugins import plugins, registries
 from stack_core.chips.device_errors import explain_device_error
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if tokens[:1] != ["plugins"]:  # that command reports the same in detail
             _warn_of_plugins()
         if name and not is_group(name):
-            registries.commands[name]  # raises UnknownName, which names the package to install
+            _check_command(name)
         with _explaining_devices(), _warnings_in_one_line():
             app(tokens, exit_on_error=False, print_error=False)
     except cyclopts.CycloptsError as error:
@@ -165,6 +165,17 @@ def _convert(type_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
             refuse_remote(token.value)
         return type(found)(map(local_path, found)) if several else local_path(found)
     return found
+
+
+def _check_command(name: str) -> None:
+    """Raises UnknownName with the nearest command and the package to install, without the list of all commands."""
+    try:
+        registries.commands[name]
+    except UnknownName as error:
+        message, group = str(error).partition(" Registered: ")[0], name.rpartition(" ")[0]
+        if not group and "Did you mean" not in message:  # the first word of `bench ops`
+            message += nearest(name, sorted({known.partition(" ")[0] for known in registries.commands}))
+        raise UnknownName(f"{message} `{f'stack {group}'.rstrip()} --help` lists all.") from error
 
 
 def _group(name: str, groups: dict[str, cyclopts.App]) -> cyclopts.App:

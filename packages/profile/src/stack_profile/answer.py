@@ -25,11 +25,12 @@ __all__ = ["Answer", "present", "share_of"]
 Row = TypeVar("Row")
 
 _NOTEBOOK_ROWS: Final = 50
+_PRINTED_ROWS: Final = 20  # as of the commands
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer(Generic[Row]):
-    """The result of an analysis.
+    """The result of an analysis. `print(answer)` prints the table of the command.
 
     Attributes:
       name: name of the analysis, with its grouping if it has one.
@@ -84,6 +85,17 @@ class Answer(Generic[Row]):
           width: maximum width in characters, in which the last columns may be missing; None for no maximum.
         """
         return fitted_table(self.columns, self.rows[:limit], shorten, width)[0]
+
+    def __repr__(self) -> str:
+        return f"<Answer of {self.name}: {len(self.rows):,} rows of {', '.join(self.columns)}>"
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=10_000, highlight=False, color_system=None)
+        for part in present(self, _PRINTED_ROWS):
+            console.print(part, markup=False, soft_wrap=True)
+        return console.file.getvalue().rstrip("\n")  # pyrefly: ignore
 
     def _repr_html_(self) -> str:
         """Formats facts, the first rows and notes for a notebook, in a frame, because plots need the style sheet."""

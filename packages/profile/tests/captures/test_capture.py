@@ -30,9 +30,13 @@ def test_a_block_is_captured_to_the_end_of_what_it_dispatched(tmp_path, x):
     with stack_profile.capture(tmp_path) as captured:
         for _ in range(5):
             x = work(x)
+        assert repr(captured) == f"<Capture {captured.path}: running>"
     path = captured.wait()
+    assert repr(captured) == f"<Capture {path}: written>"
+    assert repr(Capture(tmp_path)) == f"<Capture {tmp_path}: not started>"
     trace = load_trace(tmp_path)
     (ops,) = trace.devices
+    assert repr(trace).startswith(f"<Trace {path}: {len(ops):,} operations on 1 devices, ")
     assert trace.source == str(path) and not trace.problems
     assert len(trace.steps[ops.device]) == 5
     products = [

@@ -40,7 +40,7 @@ def _ignore_progress(stage: str, finished: int, total: int) -> None:
     """Ignores progress (the default `Progress`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantizedCheckpoint:
     """Result of `quantize_checkpoint`.
 
@@ -61,13 +61,17 @@ class QuantizedCheckpoint:
     sensitivity: Sensitivity | None = None
     chosen: Mapping[str, Candidate] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<QuantizedCheckpoint {self._losses()}; {repr(self.report).strip('<>')}>"
+
     def _repr_html_(self) -> str:
-        losses = (
-            f"loss of {self.targets:,} held-out targets {self.loss_before:.4f} before, {self.loss_after:.4f} after"
-            if self.loss_before is not None and self.loss_after is not None
-            else "no held-out targets"
-        )
-        return str(element("p", f"{self.destination}: {losses}")) + self.report._repr_html_()
+        return str(element("p", self._losses())) + self.report._repr_html_()
+
+    def _losses(self) -> str:
+        if self.loss_before is None or self.loss_after is None:
+            return f"{self.destination}: no held-out targets"
+        losses = f"{self.loss_before:.4f} before, {self.loss_after:.4f} after"
+        return f"{self.destination}: loss of {self.targets:,} held-out targets {losses}"
 
 
 def quantize(
@@ -82,7 +86,7 @@ def quantize(
       recipe: name of a recipe, path of a YAML file, or rules as `Rule` or mappings; or a budget, such as
         `Budget("3.5bits")`. None uses the recipe of the model's quantized training.
       out: run directory to write, which must not exist; None appends the name of the recipe or the budget to the
-        source: runs/mine-w4a8, runs/mine-3.5bits.
+        source, runs/mine-w4a8 or runs/mine-3.5bits, and for the model's own recipe runs/mine-quantized.
       options: other options of `quantize_checkpoint`, such as `algorithm="gptq"`.
 
     Raises:
@@ -99,11 +103,11 @@ def quantize(
         hint = nearest(unknown[0], [*known, "recipe", "out"])
         raise QuantError(f"There is no option {unknown[0]!r}.{hint} There are: {', '.join(known)}.")
     if out is None:
-        if not isinstance(recipe, str | Budget):
+        if not isinstance(recipe, str | Budget | None):
             raise QuantError(
                 "The destination has no default without a budget or the name of a recipe. Set out to a new directory."
             )
-        name = recipe.text if isinstance(recipe, Budget) else Path(recipe).stem
+        name = recipe.text if isinstance(recipe, Budget) else Path(recipe or "quantized").stem
         out = f"{str(source).rpartition(':')[2].rstrip('/')}-{name}"
     return quantize_checkpoint(str(source), recipe, Path(out), **options)
 

@@ -212,6 +212,18 @@ def test_jsonl_names_the_line_that_is_wrong(tmp_path: Path, line: bytes, message
         list(JsonlSource(str(path)).documents())
 
 
+def test_braces_of_a_glob_are_alternatives(tmp_path: Path) -> None:
+    for name in ("a.md", "b.rst", "c.txt", "{x,y}.txt"):
+        (tmp_path / name).write_text(name)
+
+    def texts(pattern: str) -> list[str]:
+        return [each.text for each in registries.data_sources["text"](f"{tmp_path}/{pattern}").documents()]
+
+    assert texts("*.{md,rst}") == ["a.md", "b.rst"]
+    assert texts("{a,b,c}.{md,txt,*}") == ["a.md", "b.rst", "c.txt"]
+    assert texts("{x,y}.txt") == ["{x,y}.txt"]
+
+
 @pytest.mark.parametrize("scheme", ["text", "jsonl"])
 class TestFilesThatCannotBeUsed:
     def test_nothing_matches(self, scheme: str, tmp_path: Path) -> None:

@@ -86,6 +86,6 @@ def hub_advice(address: str) -> str:
         return ""
     name = found[1]
     return (
-        f" If {name!r} is a model of the Hugging Face hub, `hf:{name}` names it where a model is asked for; otherwise "
-        f"fetch it first: `hf download {name} --local-dir {name.partition('/')[2]}`, then give the directory."
+        f" If {name!r} is a model of the Hugging Face hub, write `hf:{name}`, or fetch it and give the directory: "
+        f"`hf download {name} --local-dir {name.partition('/')[2]}`."
     )

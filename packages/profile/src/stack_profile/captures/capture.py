@@ -192,6 +192,11 @@ class Capture(contextlib.ContextDecorator):
         """Reason why the files could not be written; None while they are written, and after a success."""
         return self._failure
 
+    def __repr__(self) -> str:
+        state = "running" if self.is_running else "written" if self._writer is not None else "not started"
+        state = "being written" if self.is_writing else state if self._failure is None else self._failure
+        return f"<Capture {self.path or self._out}: {state}>"
+
     def wait(self) -> Path:
         """Blocks until the files are written, and returns the trace's file.
 

@@ -38,7 +38,7 @@ from stack_profile.traces.xplane import MISSING, Line, Space, read_space
 __all__ = ["Trace", "capture_folders", "host_events_of", "is_jax_call", "load_trace", "trace_files", "trace_of"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
     """A capture of one or several processes.
 
@@ -68,6 +68,11 @@ class Trace:
     clocks: tuple[HostClock, ...] = ()
     heaps: tuple[HeapPeak | None, ...] = ()
     live: tuple[LiveArrays | None, ...] = ()
+
+    def __repr__(self) -> str:
+        operations = f"{sum(map(len, self.devices)):,} operations on {len(self.devices)} devices"
+        counts = f"{operations}, {len(self.programs)} programs"
+        return f"<Trace {'; '.join((f'{self.source}: {counts}', *self.problems))}>"
 
     def _repr_html_(self) -> str:
         """Shows the report in a notebook, in a frame of its own."""

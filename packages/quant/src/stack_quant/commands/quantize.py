@@ -26,15 +26,16 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
     types: str | None = None,
     sweep: Annotated[bool, Parameter(negative=())] = False,
     importance: Annotated[bool, Parameter(negative=())] = False,
-    out: Path,
+    out: Path | None = None,
     data: str | None = None,
     calibration_batches: int = STREAM_BATCHES,
     evaluation_batches: int | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Quantize a trained model: stack quantize RUN --recipe w4a8 --out DIR, or --budget 3.5bits
+    """Quantize a trained model: stack quantize RUN --recipe w4a8, or --budget 3.5bits
 
-    DIR is a run directory that `stack generate` reads. The loss is the model's training objective on held-out data.
+    It writes a run directory that `stack generate` and `stack serve` read. The loss is the model's training objective
+    on held-out data.
 
     Args:
       source: a run directory, or a directory with a Hugging Face checkpoint; FORMAT:DIR if the format is ambiguous.
@@ -50,7 +51,8 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
         Restrict the sweep by --recipe, --types and --algorithm.
       importance: write no run but a file with the mean squared inputs of each matrix over the calibration batches, for
         `stack convert RUN gguf:FILE --stored Q4_K_M --importance FILE`.
-      out: the directory to write, or the file of a sweep or of the importance; it must not exist.
+      out: the directory to write, by default RUN-w4a8 for the recipe w4a8; or the file of a sweep or of the importance.
+        It must not exist.
       data: documents for calibration and evaluation, as SOURCE or SOURCE:ADDRESS; by default the run's own data.
       calibration_batches: number of training batches for static ranges, algorithms and the importance.
       evaluation_batches: maximum number of held-out batches for measuring the loss, by default 32; 0 skips the
@@ -58,7 +60,7 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
       json: print the results and the rows of the report as JSON.
     """
     from stack_core.runtime.compile_cache import keep_compiled
-    from stack_quant.checkpoint import quantize_checkpoint  # imports JAX, which would slow down `stack --help`
+    from stack_quant import checkpoint  # imports JAX, which would slow down `stack --help`
 
     keep_compiled()
     options: Any = {
@@ -70,14 +72,14 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
     if importance:
         options = {"recipe": recipe, "budget": budget, "types": types, "algorithm": algorithm, "sweep": sweep or None}
         _check_importance_options(**options, evaluation_batches=evaluation_batches)
-        _measure(source, out, data, calibration_batches, json)
+        _measure(source, _file(out, "--importance"), data, calibration_batches, json)
         return
     if sweep:
-        _sweep(source, out, (recipe, names, algorithm), budget, options, json)
+        _sweep(source, _file(out, "--sweep"), (recipe, names, algorithm), budget, options, json)
         return
     chosen = _rules_of(recipe, budget, names)
     with _progress() as told:
-        result = quantize_checkpoint(source, chosen, out, algorithm=algorithm, progress=told, **options)
+        result = checkpoint.quantize(source, chosen, out=out, algorithm=algorithm, progress=told, **options)
     if json:
         print(json_format.dumps({**_summary(result), "rows": result.report.rows()}, default=str))
         return
@@ -102,6 +104,14 @@ def _rules_of(recipe: str | None, budget: str | None, types: Sequence[str] | Non
             f"--budget {budget} chooses the type of each parameter, and so does --recipe {recipe}. Leave out one."
         )
     return Budget(budget, types or TYPES)
+
+
+def _file(out: Path | None, option: str) -> Path:
+    from stack_quant.errors import QuantError
+
+    if out is None:
+        raise QuantError(f"{option} writes a file. Name it by --out FILE.")
+    return out
 
 
 def _check_importance_options(**options: Any) -> None:

@@ -2,6 +2,8 @@
 
 import glob
 import hashlib
+import itertools
+import re
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +17,9 @@ _LISTED = 10
 
 
 def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
-    """Returns the files that match a glob, sorted; `**` matches any number of folders, `~` is the home directory.
+    """Returns the files that match a glob, sorted.
+
+    `**` matches any number of folders, `{a,b}` either text, and `~` is the home directory.
 
     Args:
       pattern: the glob.
@@ -32,15 +36,28 @@ def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
         found = f"{len(matches)} folder(s) but no file" if matches else "nothing"
         raise DataError(
             f"Glob {pattern!r} of source '{scheme}:{pattern}' matches {found}; relative paths start at "
-            f"{str(Path.cwd())!r}. Correct the path; '**' descends into folders, as in 'data/**/*'."
+            f"{str(Path.cwd())!r}. Correct the path; '**' descends into folders, as in 'data/**/*.{{md,rst}}'."
         )
     return files
 
 
 def matching(pattern: str) -> list[str]:
-    """Returns the files and folders that match a glob, unsorted; the list may be empty."""
-    # `Path.glob` does not support absolute patterns.
-    return glob.glob(str(local_path(pattern)), recursive=True)  # noqa: PTH207
+    """Returns the files and folders that match a glob, unsorted; the list may be empty.
+
+    `*.{md,rst}` matches either ending, as in a shell.
+    """
+    # `Path.glob` does not support absolute patterns. A name may contain the braces themselves.
+    found = [glob.glob(str(local_path(each)), recursive=True) for each in (pattern, *_alternatives(pattern))]  # noqa: PTH207
+    return list(dict.fromkeys(itertools.chain(*found)))
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Returns a pattern with each choice of its braces; [] without braces."""
+    braces = re.search(r"\{([^{}]*,[^{}]*)\}", pattern)
+    if braces is None:
+        return []
+    chosen = [pattern[: braces.start()] + each + pattern[braces.end() :] for each in braces[1].split(",")]
+    return [found for each in chosen for found in _alternatives(each) or [each]]
 
 
 def listing(lines: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ __all__ = ["RunSummary", "TrainingLoop"]
 _RECENT_STEPS = 100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunSummary:
     """Result of a run.
 
@@ -65,6 +65,19 @@ class RunSummary:
     stopped_by: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        metrics = {"loss": self.loss, "validation loss": self.validation_loss}
+        metrics |= {f"validation {name}": value for name, value in self.validation_metrics.items()}
+        parts = [
+            f"step {self.step:,}",
+            *(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None),
+        ]
+        if self.work_per_s is not None:
+            parts.append(f"{self.work_per_s:,.0f} {self.work_unit}/s")
+        if self.stopped_by is not None:
+            parts.append(f"stopped by {self.stopped_by}")
+        return f"<run {self.directory}: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
         """Shows the run's report in a notebook, or its text before the first report."""

@@ -166,3 +166,8 @@ class Run:
     choices: Sequence[Mapping[str, Any]] = ()
     remote: RemoteRun | None = None
     began_s: float = field(default_factory=time.perf_counter)
+
+    def __repr__(self) -> str:
+        state = "to resume" if self.resume else "new"
+        parameters = f"{self.program.step.model.parameter_count:,} parameters"
+        return f"<Run {self.config.output}, {state}: {parameters}, {self.config.run.steps:,} steps>"

@@ -41,6 +41,23 @@ def test_status_shows_failures_and_where_the_time_went(run, capsys):
     )
 
 
+def test_status_shows_the_numbers_of_hosts_over_time(tmp_path, capsys):
+    record = ClusterRecord(tmp_path / "cluster")
+    with record.driving():
+        record.note("session", address="a:1", hosts="1..3", launcher="processes")
+        for number, hosts in enumerate([[0, 1, 2], [0, 1], [0, 1], [1], [0, 1]], 1):
+            record.note("formation", number=number, hosts=hosts)
+        record.note("unfit", number=1, hosts=3, reason="16 rows")
+    main(["cluster", "status", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "1..3 hosts by processes" in shown
+    assert [line[22:] for line in shown.splitlines()[1:4]] == [
+        "2 hosts, formation 2",
+        "1 host, formation 4",
+        "2 hosts, formation 5",
+    ]
+
+
 def test_status_does_not_read_the_calendar(tmp_path, monkeypatch, capsys):
     """Notes count by their order: a clock that is set back two hours hides neither an end nor a driver."""
     record, now_s = ClusterRecord(tmp_path / "cluster"), iter([7200.0, 7300.0, 100.0, 50.0, 40.0])

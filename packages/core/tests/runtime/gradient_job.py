@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from stack_core.abi.errors import Interrupted
+from stack_core.abi.errors import Interrupted, ShardingError
 from stack_core.abi.events import CheckpointSaved, RunStarted, StepFinished, StepStarted
 from stack_core.runtime.processes import join
 from stack_core.runtime.signals import StopRequest
@@ -20,8 +20,21 @@ from stack_core.runtime.worker import current_worker
 SAVES_EVERY = 4
 
 
-def descend(folder, steps=12, step_s=0.05, fails_at=None, stops=False):
-    """Goes on from what an earlier formation saved; returns the digest of the last weights."""
+def check_rows(rows):
+    if rows % jax.device_count():
+        raise ShardingError(f"{rows} rows are no multiple of {jax.device_count()}")
+
+
+def wait_for_file(path):
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def descend(folder, steps=12, step_s=0.05, fails_at=None, stops=False, waits=False, rows=16):
+    """Goes on from what an earlier formation saved; returns the digest of the last weights.
+
+    With `waits`, a worker that is alone waits for the file "back" before each step.
+    """
     worker = current_worker()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     processes = join(worker.order.processes)
@@ -43,6 +56,7 @@ def descend(folder, steps=12, step_s=0.05, fails_at=None, stops=False):
         value, gradient = jax.value_and_grad(loss)(weights)
         return weights - 0.1 * gradient, value
 
+    check_rows(rows)
     weights = put(weights)
     tell = worker.observe
     tell(
@@ -50,7 +64,7 @@ def descend(folder, steps=12, step_s=0.05, fails_at=None, stops=False):
             first_step=first,
             steps=steps,
             parameters=512,
-            work=("rows", 16),
+            work=("rows", rows),
             flops_per_step=1,
             ideal_step_s=None,
             compile_s=0.0,
@@ -62,10 +76,12 @@ def descend(folder, steps=12, step_s=0.05, fails_at=None, stops=False):
         signal.signal(signal.SIGINT, lambda number, frame: setattr(stop, "received", signal.Signals(number)))
     for number in range(first + 1, steps + 1):
         tell(StepStarted(number))
+        if waits and processes.count == 1:
+            wait_for_file(Path(folder) / "back")
         if number == fails_at and worker.order.rank == 1:
             raise ValueError("these rows are bad")
         started_s = time.perf_counter()
-        inputs = np.random.default_rng(number).normal(size=(16, 64)).astype("f4")
+        inputs = np.random.default_rng(number).normal(size=(rows, 64)).astype("f4")
         weights, loss = step(weights, put(inputs, "data"))
         loss = float(np.asarray(loss.addressable_data(0)))
         time.sleep(step_s)

@@ -118,6 +118,39 @@ def test_a_silent_agent_is_lost_and_ended(hosts):
     assert hosts._launcher.ended == [(0, 1)] and not hosts.present
 
 
+def test_a_range_waits_for_the_rest_only_so_long_and_fails_without_enough(hosts):
+    come(hosts, greeting())
+    assert hosts.gather(lambda ready: ready >= 1, (0, 1), 0.2) == [1]
+    assert hosts.ready == (0,)
+    assert [message["host"] for message in hosts.poll(0.0) if "came" in message] == [0]
+    assert hosts.launch_missing() == [1] and hosts.launch_missing() == []
+    with pytest.raises(ClusterError, match=r"Hosts .*1 of 2 did not come to .* in 1 s"):
+        hosts.gather(lambda ready: ready >= 2, (0, 1), 0.2)
+
+
+def test_a_range_does_not_wait_for_agents_that_cannot_start(hosts):
+    come(hosts, greeting())
+    hosts.wait_for((0,), 10.0)
+    hosts._launcher.problem = lambda host: "no disk" if host == 1 else None
+    assert hosts.gather(lambda ready: ready >= 1, (0, 1), 60.0) == [1]
+    with pytest.raises(ClusterError, match=r"Too many agents cannot start\.\nhost 1: no disk"):
+        hosts.gather(lambda ready: ready >= 2, (0, 1), 60.0)
+
+
+def test_a_host_that_cannot_import_is_refused_and_does_not_count(hosts):
+    hosts._preload = ("table_engine",)
+    links = come(hosts, greeting())
+    while 0 not in hosts.present:
+        hosts.poll(0.1)
+    assert hosts.ready == ()
+    _CAME[-1][0].join(10)
+    links[0].send({"preloaded": "it cannot import table_engine"})
+    told = []
+    while not any("refused" in said for said in told):
+        told += hosts.poll(0.1)
+    assert "cannot run this: it cannot import table_engine" in told[-1]["refused"] and not hosts.present
+
+
 def test_a_thousand_pieces_of_noise_at_the_socket_crash_nothing(hosts):
     generator = random.Random(1)
     address = parsed_address(hosts.address)

@@ -212,3 +212,43 @@ def test_a_run_of_several_hosts_is_that_of_one_process_with_as_many_devices(clus
 def test_whoever_is_struck_whenever_the_run_ends_bitwise_the_same(cluster, seed):
     blow = Blow.drawn(seed)
     survive(cluster, f"struck-{seed}", blow)
+
+
+def newest_formation(record):
+    return record.notes("formation")[-1]
+
+
+def has_saved(record, driver):
+    """Whether the newest formation has saved a checkpoint; True for a run that has ended."""
+    started = newest_formation(record)["time"]
+    saves = [note for note in record.notes("event") if note["event"] == "CheckpointSaved" and note["time"] > started]
+    return bool(saves) or driver.poll() is not None
+
+
+@pytest.mark.slow
+def test_a_range_of_hosts_trains_as_a_fixed_number_does(cluster):
+    """Three hosts do not divide the batch of 8 rows, so that two train, then one while the others start again."""
+    steps = ("--run.steps", "100")
+    driver = cluster.start("fixed", *steps)
+    said, _ = driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 0, said
+    ranged = ("--hosts", "1..3", "--mesh.fsdp", "-1", "--cluster.missing_s", "0.2")
+    driver, record = cluster.start("ranged", *steps, *ranged), cluster.record("ranged")
+    wait_until(lambda: driver.poll() is not None or record.notes("event"))
+    for _ in range(3):
+        wait_until(lambda: has_saved(record, driver))
+        if driver.poll() is None:
+            for host in {newest_formation(record)["hosts"][-1], 2}:
+                os.kill(cluster.pid("ranged", f"agent {host}", driver), signal.SIGKILL)
+        number = newest_formation(record)["number"]
+        wait_until(lambda number=number: driver.poll() is not None or newest_formation(record)["number"] > number)
+    said, _ = driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 0, said
+    assert {note["hosts"] for note in record.notes("unfit")} <= {3}
+    unfit = {note["number"] for note in record.notes("unfit")}
+    sizes = {len(note["hosts"]) for note in record.notes("formation") if note["number"] not in unfit}
+    assert sizes == {1, 2}, said
+    fixed, losses = cluster.losses("fixed"), cluster.losses("ranged")
+    lines = (cluster.root / "ranged" / "metrics.jsonl").read_text().splitlines()
+    assert list(losses) == list(fixed) and len(lines) == len(losses)
+    assert list(losses.values()) == pytest.approx(list(fixed.values()), abs=1e-5)

@@ -28,6 +28,9 @@ def status(run: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
         return
     driver = f"driven by the process with pid {found['driver']}" if found["driver"] else found["ended"] or "no driver"
     print(f"{run}: {driver}, {found['hosts']} hosts by {found['launcher']} at {found['address']}")
+    if len(found["sizes"]) > 1:
+        for size in found["sizes"]:
+            print(f"  {_when(size)} {size['hosts']} host{'s' * (size['hosts'] != 1)}, formation {size['formation']}")
     failures = len(found["failures"])
     print(f"formation {found['formation']}, {failures} failure{'s' * (failures != 1)}")
     for worker in found["workers"]:
@@ -120,11 +123,24 @@ def _status(record: ClusterRecord) -> dict[str, Any]:
         "launcher": session.get("launcher"),
         "hosts": session.get("hosts"),
         "formation": number,
+        "sizes": _sizes(notes),
         # A driver that attaches records them again.
         "workers": [*{note["rank"]: note for note in workers if note["number"] == number}.values()],
         "failures": record.notes("failure"),
         "seconds": last.get("ledger", {}).get("seconds", {}),
     }
+
+
+def _sizes(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the numbers of hosts over time: the formations with another number than the formation before."""
+    unfit = {note["number"] for note in notes if note["kind"] == "unfit"}
+    sizes: list[dict[str, Any]] = []
+    for note in notes:
+        if note["kind"] == "formation" and note["number"] not in unfit:
+            hosts = len(note.get("hosts", ()))
+            if not sizes or sizes[-1]["hosts"] != hosts:
+                sizes.append({"time": note["time"], "hosts": hosts, "formation": note["number"]})
+    return sizes
 
 
 def _when(note: dict[str, Any]) -> str:
@@ -145,6 +161,10 @@ _SENTENCES = {
     "lost": "host {on} is lost: {reason}",
     "failure": "formation {number} ended by {who}: {evidence}, at step {step}",
     "replaced": "agents start again on hosts {hosts}",
+    "missing": "the run does without hosts {hosts}",
+    "refused": "host {on} is refused: {reason}",
+    "unfit": "the run cannot be divided between {hosts} hosts: {reason}",
+    "resized": "formation {number} with {hosts} hosts ends after the checkpoint of step {step}: more hosts are ready",
     "attached": "the driver attaches to formation {number}, at step {step}",
     "end": "the driver ends: {how}",
 }

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from stack_core.abi.errors import ClusterError, FormationLost
+from stack_core.abi.errors import ClusterError, ConfigError, FormationLost
 from stack_core.abi.launchers import Launcher
 from stack_core.abi.plugins import registries
 from stack_core.runtime.attribution import attributed
@@ -68,12 +68,17 @@ class Cluster:
 
         Raises:
           ClusterError: some hosts do not connect, or are incompatible.
-          ConfigError: the driver cannot listen at the address.
+          ConfigError: the driver cannot listen at the address, or `hosts` is a range.
         """
         launcher: Launcher = registries.launchers[config.launcher](config)
         token = read_token(Path(config.token_file)) if config.token_file else secrets.token_bytes(32)
         modules = ("stack_core.runtime.mesh_worker", *preload)
-        count = config.hosts or 1
+        if not config.host_range.is_fixed:
+            raise ConfigError(
+                f"hosts is {config.hosts!r}, but a cluster with meshes has a fixed number of hosts. Give one number; "
+                "only `stack train` changes its number of hosts."
+            )
+        count = config.host_range.maximum
         hosts = Hosts(config, launcher, token, count=count, preload=modules)
         try:
             hosts.start(range(count))

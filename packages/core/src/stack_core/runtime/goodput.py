@@ -32,7 +32,8 @@ ACTIVITIES = (
 - "waiting for data": the devices are idle because the next batch is not ready.
 - "saving": training is blocked by a checkpoint.
 - "done again": steps lost in a failure, including the interrupted part of a step.
-- "ending": from the detection of a failure until no worker of the formation is left.
+- "ending": from the detection of a failure until no worker of the formation is left. A run with a range of hosts is in
+  "starting agents" again while it waits for missing hosts.
 - "finishing": after the last step.
 - "unattended": without a driver.
 """
@@ -98,7 +99,7 @@ class Goodput:
                 self.switch("finishing", now_s)
 
     def failed(self, now_s: float) -> None:
-        """Begins the activity "ending" after a formation failed."""
+        """Begins the activity "ending" when a formation failed, or is ended for one with more hosts."""
         self.switch("ending", now_s)
         if self._step_at_s is not None:
             self.move(now_s - self._step_at_s, "training", "done again")

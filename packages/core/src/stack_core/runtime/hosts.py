@@ -93,6 +93,7 @@ class Hosts:
         self._facts = installed()
         self._greeting: dict[Link, float] = {}
         self._told: list[dict[str, Any]] = []
+        self._launched: set[int] = set()  # hosts whose agents have not connected yet
         self._polled_s = self._pinged_s = time.monotonic()
 
     def start(self, numbers: Collection[int]) -> None:
@@ -102,9 +103,65 @@ class Hosts:
           ClusterError: some did not connect within `start_s`, or a host is incompatible; names each.
         """
         self.misfits.clear()  # discard refusals of hosts that connected uninvited
+        self._launch(numbers)
+        self.wait_for(numbers, self._config.start_s)
+
+    def launch_missing(self) -> list[int]:
+        """Starts the agents of all hosts that are neither connected nor about to connect; returns their numbers."""
+        missing = [number for number in range(self.count) if number not in self.present]
+        failed = [number for number in missing if number in self._launched and self._launcher.problem(number)]
+        for number in failed:
+            self._launcher.end(number, None)
+        numbers = [number for number in missing if number not in self._launched or number in failed]
+        self._launch(numbers)
+        return numbers
+
+    def gather(self, is_enough: Callable[[int], bool], awaited: Collection[int], wait_s: float) -> list[int]:
+        """Waits until enough hosts are connected, and then up to `wait_s` for the rest.
+
+        Messages received meanwhile are kept for `poll`.
+
+        Args:
+          is_enough: whether a number of hosts suffices; must hold for all larger numbers too.
+          awaited: hosts to wait for when enough are connected.
+
+        Returns:
+          The hosts that are still missing.
+
+        Raises:
+          ClusterError: not enough hosts connected within `start_s`, or too many agents cannot start.
+        """
+        self.misfits.clear()
+        began_s, enough_s = time.monotonic(), None
+        deferred: list[dict[str, Any]] = []
+        while True:
+            now_s = time.monotonic()
+            missing = [number for number in range(self.count) if not self._is_there(number)]
+            problems = {number: problem for number in missing if (problem := self._launcher.problem(number))}
+            if is_enough(self.count - len(missing)):
+                enough_s = now_s if enough_s is None else enough_s
+                if now_s - enough_s >= wait_s or not set(awaited) & (set(missing) - set(problems)):
+                    break
+            elif not is_enough(self.count - len(problems)):
+                listing = "\n".join(f"host {number}: {problem}" for number, problem in problems.items())
+                raise ClusterError(f"Too many agents cannot start.\n{listing}")
+            elif now_s - began_s > self._config.start_s:
+                raise self._absence(missing, self._config.start_s)
+            else:
+                enough_s = None  # one of them was lost again
+            deferred += self.poll(_TURN_S)
+        self._told = deferred + self._told
+        return missing
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The connected hosts that have imported all modules, in ascending order."""
+        return tuple(number for number in sorted(self.present) if self._is_there(number))
+
+    def _launch(self, numbers: Collection[int]) -> None:
         for number in numbers:
             self._launcher.start(number, self.invitation(number))
-        self.wait_for(numbers, self._config.start_s)
+        self._launched.update(numbers)
 
     def invitation(self, number: int | None) -> Invitation:
         return Invitation(self.address, self._token.hex(), number, self._config.orphan_s, self._preload)
@@ -121,15 +178,16 @@ class Hosts:
             if problems:
                 raise ClusterError("An agent cannot start. " + "\n".join(problems))
             if time.monotonic() > until_s:
-                strangers = (
-                    f" {self.strangers} connections were of no agent that holds the token." if self.strangers else ""
-                )
-                raise ClusterError(
-                    f"Hosts {', '.join(map(str, missing))} of {self.count} did not come to {self.address} in "
-                    f"{timeout_s:g} s.{strangers} Look whether their agents run and reach this address, or raise "
-                    "cluster.start_s."
-                )
+                raise self._absence(missing, timeout_s)
         self._told = deferred + self._told
+
+    def _absence(self, missing: Collection[int], waited_s: float) -> ClusterError:
+        strangers = f" {self.strangers} connections were of no agent that holds the token." if self.strangers else ""
+        return ClusterError(
+            f"Hosts {', '.join(map(str, missing))} of {self.count} did not come to {self.address} in "
+            f"{waited_s:g} s.{strangers} Look whether their agents run and reach this address, or raise "
+            "cluster.start_s." + "".join(f"\n{misfit}" for misfit in self.misfits)
+        )
 
     def poll(self, timeout_s: float) -> list[dict[str, Any]]:
         """Returns messages of agents since the last call, each with its "host"; a lost host gives {"lost": reason}."""
@@ -265,11 +323,10 @@ class Hosts:
             number = next((each for each in range(self.count) if each not in self.present), self.count)
         problem = self._misfit(number, hello)
         if problem:
-            with contextlib.suppress(ChannelClosed):
-                link.send({"refused": problem, "exit": True})
+            self._refuse(number, link, problem)
             link.close()
-            self.misfits.append(problem)
             return
+        self._launched.discard(number)
         host = Host(number, link, hello["pid"], hello["name"], hello["at"], hello["workers"], time.monotonic())
         self.present[number] = host
         self._selector.register(link, selectors.EVENT_READ, lambda: self._read(host))
@@ -279,6 +336,12 @@ class Hosts:
             self.tell(number, preload=missing)
         self._told.append({"came": True, "host": number, "workers": hello["workers"]})
         self._told += [{**message, "host": number} for message in rest if isinstance(message, dict)]
+
+    def _refuse(self, number: int, link: Link, problem: str) -> None:
+        with contextlib.suppress(ChannelClosed):
+            link.send({"refused": problem, "exit": True})
+        self.misfits.append(problem)
+        self._told.append({"refused": problem, "host": number})
 
     def _misfit(self, number: int, hello: Mapping[str, Any]) -> str | None:
         name = f"host {number} ({hello['name']})"
@@ -304,7 +367,10 @@ class Hosts:
             if "preloaded" in message:
                 host.imports_until_s = None
                 if message["preloaded"] is not None:
-                    self.misfits.append(f"host {host.number} ({host.name}) cannot run this: {message['preloaded']}")
+                    problem = f"host {host.number} ({host.name}) cannot run this: {message['preloaded']}"
+                    self._refuse(host.number, host.link, problem)
+                    self._forget(host)
+                    return
             self._told.append({**message, "host": host.number})
 
     def _lose(self, host: Host, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ _GATHER_S = 0.15  # a cause may be observed after its consequences
 _ATTACH_S = 5.0
 _NOTE_S = 5.0
 _ENDED_S = 10.0
+_LAUNCH_S = 5.0  # interval between attempts to start the agents of missing hosts
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ def supervise(
     job: Job, config: ClusterConfig, output: Path, *, observe: Callable[[Event], None], stop: StopRequest
 ) -> Any:
     """Runs a job until all ranks are done and returns rank 0's result; attaches to a run that a killed driver left.
+
+    With a range of hosts, a formation may have fewer hosts than the one before. It has more again after the next
+    checkpoint, once more are connected. A number of hosts that the job refuses by a `ShardingError` is not tried again.
 
     Args:
       output: the run's directory; the record is in `output / "cluster"`.
@@ -83,6 +87,11 @@ class _Driver:
     failures: list[Failure] = field(default_factory=list)
     goodput: Goodput = field(default_factory=lambda: Goodput(time.monotonic(), "starting agents"))
     lost: set[int] = field(default_factory=set)
+    unfit: dict[int, str] = field(default_factory=dict)  # numbers of hosts that do not divide the run, with reasons
+    _trained: set[int] = field(default_factory=set)  # numbers of hosts with which the run has started
+    _steps: int | None = None
+    _saved_step: int | None = None  # step of a checkpoint that became durable during this turn
+    _launch_s: float = 0.0
     _progress_s: float = 0.0
     _noted_s: float = 0.0
     _started: bool = False
@@ -94,9 +103,9 @@ class _Driver:
         _check_same_job(self.job, self.config, self.record, left)
         # The check above is repeated under the lock, since another driver may have ended in between.
         token = self.record.token(self.config.token_file)
-        count = self.config.hosts or 1
+        self.range = self.config.host_range
         address = left["address"] if left else None
-        preload = self.job.preload
+        count, preload = self.range.maximum, self.job.preload
         self.hosts = Hosts(self.config, self.launcher, token, count=count, address=address, preload=preload)
         exit_agents = True
         try:
@@ -115,7 +124,7 @@ class _Driver:
 
     def _fresh(self) -> Formation:
         self._note_session()
-        self.hosts.start(range(self.hosts.count))
+        self._bring(range(self.hosts.count))
         return self._form(1)
 
     def _attached(self, left: Mapping[str, Any]) -> Formation:
@@ -130,9 +139,10 @@ class _Driver:
         self._note_session()
         numbers = [each["number"] for each in notes if each["kind"] == "formation"]
         if not self.hosts.present:
-            self.hosts.start(everyone)
+            self._bring(everyone)
             return self._form(max(numbers, default=0) + 1)
-        self.hosts.start([number for number in everyone if number not in self.hosts.present])
+        # A formation of a range may be complete without the missing hosts, and needs its driver now.
+        self._bring([number for number in everyone if number not in self.hosts.present] if self.range.is_fixed else ())
         last = next((each for each in reversed(self.record.notes("formation"))), None)
         if last is None:
             return self._form(1)
@@ -147,22 +157,22 @@ class _Driver:
             self._update(formation, facts)
         self._progress_s = time.monotonic()
         self._started = formation.step is not None
+        if self._started:
+            self._trained.add(len(members))
         self.record.note("attached", number=formation.number, step=formation.step)
         return formation
 
     def _form(self, number: int) -> Formation:
-        """Forks a worker on every host."""
-        self._switch("forming")
+        """Forks a worker on every host, or on as many as the run may use."""
         for _ in range(3):  # retries, as a host may be lost meanwhile
+            self._switch("forming")
             try:
-                at = self.config.interface or self.hosts.present[0].at
-                formation = formed(number, f"{at}:{self.hosts.ask(0, 'port')}", self.hosts.present, self.hosts.count)
+                formation = self._place(number)
                 break
-            # KeyError: host 0 is lost.
-            except (ClusterError, KeyError):
-                self._replace_lost()
+            except ClusterError:
+                self._replace_lost(Formation(number, ""))
         else:
-            raise ClusterError(f"No formation of {self.hosts.count} hosts comes together. See `stack cluster logs`.")
+            raise ClusterError(f"No formation of {self.range} hosts comes together. See `stack cluster logs`.")
         count = len(formation.members)
         facts = {"number": number, "coordinator": formation.coordinator, "hosts": list(formation.hosts)}
         self.record.note("formation", **facts)
@@ -178,12 +188,28 @@ class _Driver:
         self.tell_observers(FormationFormed(number, formation.hosts))
         return formation
 
+    def _place(self, number: int) -> Formation:
+        """Returns a formation on the hosts that are ready.
+
+        Raises:
+          ClusterError: too few hosts are ready, or the first one is lost.
+        """
+        ready = self.hosts.ready
+        places = formed(number, "", ready, self.range.choose(len(ready), self.unfit) or self.range.minimum).hosts
+        at = self.config.interface or self.hosts.present[places[0]].at
+        return formed(number, f"{at}:{self.hosts.ask(places[0], 'port')}", places, len(places))
+
     def _watch(self, formation: Formation) -> Any:
         while True:
+            self._saved_step = None
             self._turn(formation, _TURN_S)
             self._pass_stop_on(formation)
+            self._launch_missing()
             if formation.is_finished:
                 return formation.members[0].result
+            if self._can_grow(formation):
+                formation = self._resized(formation)
+                continue
             hangs_for_s = self._hangs_for_s()
             if not (self._is_broken(formation) or hangs_for_s):
                 continue
@@ -205,10 +231,12 @@ class _Driver:
         error = formation.members[failure.rank].error if failure.rank is not None else None
         if error is not None and error["type"] == "Interrupted":  # a requested stop, with the state saved
             raise errors.Interrupted(error["message"])
+        if error is not None and self._is_unfit(formation, failure, error["type"]):
+            return self._without(formation, error["message"])
         self.failures.append(failure)
         self._failed(formation, failure)
         self._end(formation)
-        self._replace_lost()
+        self._replace_lost(formation)
         verdict = after(self.failures, max_failures=self.config.max_failures)
         if isinstance(verdict, GiveUp):
             raise self._reason(formation, failure, verdict)
@@ -217,6 +245,46 @@ class _Driver:
             raise errors.Interrupted(
                 f"Stopped by {self.stop.received!r} while a worker failed: {failure}. Use --resume."
             )
+        return self._form(formation.number + 1)
+
+    def _is_unfit(self, formation: Formation, failure: Failure, error_type: str) -> bool:
+        """Returns whether the number of hosts is the reason of an error.
+
+        Sizes that a mesh does not divide raise a `ShardingError`. Once another number of hosts has trained the same
+        config, errors of the config or of the memory before the first step also have this reason.
+        """
+        if self.range.is_fixed or self._started or not failure.mendable:
+            return False
+        has_trained = bool(self._trained - {len(formation.members)})
+        return error_type == "ShardingError" or (has_trained and error_type in ("ConfigError", "HardwareError"))
+
+    def _without(self, formation: Formation, reason: str) -> Formation:
+        """Returns a formation with another number of hosts, after the run refused this number."""
+        size = len(formation.members)
+        self.unfit[size] = reason
+        self.record.note("unfit", number=formation.number, hosts=size, reason=reason)
+        self.goodput.failed(time.monotonic())
+        self._end(formation)
+        if self.range.choose(self.range.maximum, self.unfit) is None:
+            raise ClusterError(f"No number of hosts in cluster.hosts {self.range} fits the run.{self._reasons()}")
+        self._replace_lost(formation)
+        return self._form(formation.number + 1)
+
+    def _reasons(self) -> str:
+        return "".join(f"\n{size} {'host' if size == 1 else 'hosts'}: {why}" for size, why in self.unfit.items())
+
+    def _can_grow(self, formation: Formation) -> bool:
+        """Returns whether a checkpoint has just become durable and more hosts are ready than the formation has."""
+        if self._saved_step in (None, self._steps) or self.stop or self._is_broken(formation):
+            return False
+        return (self.range.choose(len(self.hosts.ready), self.unfit) or 0) > len(formation.members)
+
+    def _resized(self, formation: Formation) -> Formation:
+        """Ends a formation after a checkpoint, and returns a larger one that resumes from it."""
+        self.record.note("resized", number=formation.number, step=self._saved_step, hosts=len(formation.members))
+        self.goodput.failed(time.monotonic())
+        self._end(formation)
+        self._replace_lost(formation)
         return self._form(formation.number + 1)
 
     def _failed(self, formation: Formation, failure: Failure) -> None:
@@ -259,6 +327,8 @@ class _Driver:
         elif "lost" in message:
             self.lost.add(host)
             self.record.note("lost", on=host, reason=message["lost"])
+        elif "refused" in message:
+            self.record.note("refused", on=host, reason=message["refused"])
         elif "came" in message:
             self._greet(formation, host, message["workers"])
         elif message.get("formation") not in (None, formation.number):
@@ -285,7 +355,11 @@ class _Driver:
         member = formation.members[rank]
         if step is not None:
             member.step = max(step, member.step or 0)
-        self._started = self._started or isinstance(event, RunStarted)
+        if isinstance(event, RunStarted):
+            self._started, self._steps = True, event.steps
+            self._trained.add(len(formation.members))
+        elif isinstance(event, CheckpointSaved):
+            self._saved_step = event.step
         self.goodput.observe(event, time.monotonic())
         if isinstance(event, (RunStarted, CheckpointSaved)):
             self.record.note("event", event=type(event).__name__, step=step)
@@ -335,12 +409,43 @@ class _Driver:
             self.hosts.end(host)
             self.lost.add(host)
 
-    def _replace_lost(self) -> None:
-        gone = [number for number in range(self.hosts.count) if number not in self.hosts.present]
-        if gone:
-            self.record.note("replaced", hosts=gone)
-            self.hosts.start(gone)
+    def _replace_lost(self, formation: Formation) -> None:
+        """Starts the agents of missing hosts; hears what happened meanwhile to the hosts of an ended formation."""
+        if self.range.is_fixed:
+            gone = [number for number in range(self.hosts.count) if number not in self.hosts.present]
+            if gone:
+                self.record.note("replaced", hosts=gone)
+            self._bring(gone)
+        else:
+            self._launch_missing(after_s=0.0)
+            self._bring(self.lost)
+        # A host that was lost and came back meanwhile must not count as lost in the next formation.
+        for message in self.hosts.poll(0.0):
+            self._hear(formation, message)
         self.lost.clear()
+
+    def _bring(self, numbers: Collection[int]) -> None:
+        """Starts agents and waits for them; a range waits for these hosts up to `missing_s` if others are enough."""
+        if self.range.is_fixed:
+            self.hosts.start(numbers)
+            return
+        self._switch("starting agents")
+        self.hosts.launch_missing()
+        is_enough = lambda ready: self.range.choose(ready, self.unfit) is not None
+        try:
+            missing = self.hosts.gather(is_enough, numbers, self.config.missing_s)
+        except ClusterError as error:
+            raise ClusterError(f"{error}{self._reasons()}") from error
+        if missing:
+            self.record.note("missing", hosts=missing)
+
+    def _launch_missing(self, after_s: float = _LAUNCH_S) -> None:
+        """Starts the agents of missing hosts of a range, at intervals."""
+        now_s = time.monotonic()
+        if not self.range.is_fixed and now_s - self._launch_s >= after_s:
+            self._launch_s = now_s
+            if launched := self.hosts.launch_missing():
+                self.record.note("replaced", hosts=launched)
 
     def _switch(self, activity: str) -> None:
         self._noted_s = time.monotonic()
@@ -351,7 +456,7 @@ class _Driver:
         self.record.note(
             "session",
             address=self.hosts.address,
-            hosts=self.hosts.count,
+            hosts=self.config.hosts,
             launcher=self.config.launcher,
             target=self.job.target,
             arguments=dict(self.job.arguments),

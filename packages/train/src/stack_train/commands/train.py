@@ -12,6 +12,7 @@ from stack_core.abi.config import apply_overrides, load_yaml
 from stack_core.abi.errors import ConfigError
 from stack_core.cli import overrides_from
 from stack_core.runtime.compile_cache import keep_compiled
+from stack_core.runtime.host_range import HostRange
 
 __all__ = ["train"]
 
@@ -43,7 +44,7 @@ def train(
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, group=_KEYS)],
     resume: Annotated[bool, Parameter(negative=())] = False,
     allow: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-    hosts: int | None = None,
+    hosts: str | None = None,
     launcher: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
@@ -56,11 +57,12 @@ def train(
       overrides: any number of --section.key VALUE.
       resume: resume from the newest complete checkpoint in the run's directory.
       allow: a config key that may differ from the resumed run or from the starting point; may be repeated.
-      hosts: number of hosts to train on, with recovery from host failures (cluster.hosts).
+      hosts: number of hosts to train on, or a range such as 2..4, with recovery from host failures (cluster.hosts).
       launcher: launcher that starts the agents on the hosts, such as processes (cluster.launcher).
       json: print the run's summary as JSON on standard output.
     """
-    named = {"cluster.hosts": hosts, "cluster.launcher": launcher}
+    numbers = None if hosts is None else HostRange.parse(hosts, "--hosts")
+    named = {"cluster.hosts": numbers, "cluster.launcher": launcher}
     given = [f"{key}={value}" for key, value in named.items() if value is not None]
     mapping = apply_overrides(load_yaml(config), [*overrides_from(overrides), *given])
     if launcher is not None and not (isinstance(mapping["cluster"], dict) and mapping["cluster"].get("hosts")):

@@ -31,6 +31,9 @@ def train_on_cluster(
 ) -> RunSummary:
     """Trains on `config.cluster.hosts` hosts and recovers from failures of workers and hosts; otherwise as `train`.
 
+    A range of hosts changes the mesh between formations, each of which resumes from a checkpoint. Its batches stay the
+    same, since they depend only on the seed and the step.
+
     If the driver of the run was killed, the new driver attaches to its agents, which keep the run alive for
     `cluster.orphan_s` seconds.
 

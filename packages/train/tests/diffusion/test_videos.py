@@ -15,7 +15,7 @@ from stack_core.abi.errors import ConfigError, ConversionError, DataError, Gener
 from stack_train.commands.sample import sample
 from stack_train.data.kinds.videos import VideosData
 from stack_train.data.video_files import find_videos, read_videos
-from stack_train.diffusion import autoencoder_kl_wan, dit, wan
+from stack_train.diffusion import autoencoder_kl_wan, dit, sampling, wan
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.image_model import DiffusionModel
 from stack_train.diffusion.pipeline import open_pipeline, save_encoders
@@ -112,6 +112,29 @@ def test_a_run_trains_is_sampled_and_becomes_a_directory_of_diffusers(run, pipel
     assert again.shape == ours.shape == (5, 8, 8, 4)
     for before, after in zip(jax.tree.leaves(ours.model), jax.tree.leaves(again.model), strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+def test_sampling_is_compiled_once_for_each_sampler_and_shape(run, monkeypatch):
+    opened, traces, sample_latents = open_images(run.output), [], sampling.sample_latents
+
+    def counted(*arguments, **options):
+        traces.append(1)
+        return sample_latents(*arguments, **options)
+
+    monkeypatch.setattr(sampling, "sample_latents", counted)
+
+    def latents(opened, seed, **settings):
+        sampler = opened.sampler.changed({"steps": 1, **settings})
+        return opened._sampled(opened.condition(["a square"], sampler), 1, sampler, seed)
+
+    first, again, other = (latents(opened, seed) for seed in (0, 0, 1))
+    assert len(traces) == 1
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
+    latents(opened, 0, steps=2)
+    assert len(traces) == 2
+    latents(opened.with_frames(1), 0)
+    assert len(traces) == 3
 
 
 @pytest.mark.parametrize(

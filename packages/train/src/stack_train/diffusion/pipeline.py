@@ -5,15 +5,18 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+import jax
+from flax import nnx
 
 from stack_core.abi.errors import ConversionError
 from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.diffusion import flux, sd3, t5, unet
 from stack_train.diffusion.components import load_component, open_component, save_component
-from stack_train.diffusion.denoiser import VideosConfig
+from stack_train.diffusion.denoiser import Images, VideosConfig
 from stack_train.diffusion.pipeline_classes import PIPELINES, VAE, PipelineClass, tokenizer_folder
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders, load_prompt_tokenizer
 from stack_train.diffusion.samplers import SamplerConfig
@@ -52,6 +55,21 @@ class Encoders:
     autoencoder: Any
     text: TextEncoders
     pipeline: PipelineClass
+
+    def encode(self, images: Images) -> jax.Array:
+        """Returns the scaled latents of images or videos in [-1, 1]."""
+        return self._coders[0](nnx.state(self.autoencoder), images)
+
+    def decode(self, latents: Images) -> jax.Array:
+        """Returns the images or videos of scaled latents."""
+        return self._coders[1](nnx.state(self.autoencoder), latents)
+
+    @cached_property
+    def _coders(self) -> tuple[Any, Any]:
+        # Compiled once for each shape. The parameters are an argument of the programs instead of constants.
+        graph = nnx.graphdef(self.autoencoder)
+        encode = jax.jit(lambda state, images: nnx.merge(graph, state).scaled_latents(images))
+        return encode, jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))
 
     @property
     def sizes(self) -> dict[str, int]:

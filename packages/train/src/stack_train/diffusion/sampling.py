@@ -1,7 +1,8 @@
 """Images and videos from the model of a run, or from a diffusers directory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +196,7 @@ class ImageSampler:
         condition |= self._control_condition(control, len(prompts))
         begun = None if start is None else self._begun(start, len(prompts))
         latents = self._sampled(condition, len(prompts), sampler, seed, begun=begun, control=control)
-        graph, state = nnx.split(self.encoders.autoencoder)
-        return as_pixels(jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))(state, latents))
+        return as_pixels(self.encoders.decode(latents))
 
     def _control_condition(self, control: Control | None, count: int) -> dict[str, jax.Array]:
         """Returns the control image for each image.
@@ -238,14 +238,12 @@ class ImageSampler:
         encoders: Any = self.encoders
         factor = encoders.autoencoder.config.downsampling
         self._check_pixels({"image": start.image, "mask": start.mask})
-        graph, state = nnx.split(encoders.autoencoder)
-        encode = jax.jit(lambda state, images: nnx.merge(graph, state).scaled_latents(images))
         pixels = jnp.asarray(start.image, jnp.float32)[None] / 127.5 - 1.0
 
         def rows(array: jax.Array) -> jax.Array:
             return jnp.broadcast_to(array, (count, *array.shape[1:]))
 
-        latents = encode(state, pixels)
+        latents = encoders.encode(pixels)
         if start.mask is None:
             return Begun(rows(latents), None, None)
         pixel_mask = jnp.asarray(start.mask > _HALF, jnp.float32)[None, :, :, None]
@@ -254,7 +252,7 @@ class ImageSampler:
         if not getattr(self.config, "extra_channels", 0):
             return Begun(rows(latents), rows(mask), None)
         # Inpainting models read the mask, and the latents of the image with grey pixels in the mask.
-        extra = jnp.concatenate([mask, encode(state, pixels * (1.0 - pixel_mask))], axis=-1)
+        extra = jnp.concatenate([mask, encoders.encode(pixels * (1.0 - pixel_mask))], axis=-1)
         return Begun(rows(latents), None, rows(extra))
 
     def condition(
@@ -299,24 +297,34 @@ class ImageSampler:
         control: Control | None = None,
     ) -> jax.Array:
         """Samples images or latents with the denoiser, starting from `noise`, by default from random noise."""
-        table = self.table(sampler)
-        scales = None if control is None else control.scales(len(table.rows))
+        scales = None if control is None else control.scales(len(self.table(sampler).rows))
         # The parameters are an argument of the program instead of constants.
-        graph, state = nnx.split(self.model)
+        state = nnx.state(self.model)
+        return self._run(state, condition, jax.random.key(seed), noise, begun, scales, sampler=sampler, count=count)
 
-        @jax.jit
+    @cached_property
+    def _run(self) -> Callable[..., jax.Array]:
+        """The program of sampling, which is compiled once for each sampler and shape."""
+        graph = nnx.graphdef(self.model)
+
+        @partial(jax.jit, static_argnames=("sampler", "count"))
         def run(
             state: Any,
-            condition: Mapping[str, jax.Array],
+            condition: Condition,
             key: jax.Array,
             noise: jax.Array | None,
             begun: Begun | None,
+            control_scales: jax.Array | None,
+            *,
+            sampler: SamplerConfig,
+            count: int,
         ) -> jax.Array:
             noise = initial_noise((count, *self.shape), key=key) if noise is None else noise
-            options: Any = {"sampler": sampler, "table": table, "begun": begun, "control_scales": scales, "key": key}
+            options: Any = {"sampler": sampler, "table": self.table(sampler), "key": key}
+            options |= {"begun": begun, "control_scales": control_scales}
             return sample_latents(nnx.merge(graph, state), condition, noise, **options)
 
-        return run(state, condition, jax.random.key(seed), noise, begun)
+        return run
 
     def table(self, sampler: SamplerConfig) -> Table:
         return sampling_table(sampler, self.objective, image_tokens(self.model, *self.shape[:-1]))

@@ -15,11 +15,12 @@ from stack_core.abi.errors import ConfigError, ConversionError, DataError, Gener
 from stack_train.commands.sample import sample
 from stack_train.data.kinds.videos import VideosData
 from stack_train.data.video_files import find_videos, read_videos
-from stack_train.diffusion import autoencoder_kl_wan, dit, wan
+from stack_train.diffusion import autoencoder_kl_wan, dit, sampling, wan
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.image_model import DiffusionModel
 from stack_train.diffusion.pipeline import open_pipeline, save_encoders
-from stack_train.diffusion.sampling import Start, open_images
+from stack_train.diffusion.sampling import open_images
+from stack_train.diffusion.starts import Start
 from stack_train.huggingface import FORMAT
 from stack_train.run.config import RunConfig
 from stack_train.run.train import train
@@ -114,6 +115,29 @@ def test_a_run_trains_is_sampled_and_becomes_a_directory_of_diffusers(run, pipel
         np.testing.assert_array_equal(before, after)
 
 
+def test_sampling_is_compiled_once_for_each_sampler_and_shape(run, monkeypatch):
+    opened, traces, sample_latents = open_images(run.output), [], sampling.sample_latents
+
+    def counted(*arguments, **options):
+        traces.append(1)
+        return sample_latents(*arguments, **options)
+
+    monkeypatch.setattr(sampling, "sample_latents", counted)
+
+    def latents(opened, seed, **settings):
+        sampler = opened.sampler.changed({"steps": 1, **settings})
+        return opened._sampled(opened.condition(["a square"], sampler), 1, sampler, seed)
+
+    first, again, other = (latents(opened, seed) for seed in (0, 0, 1))
+    assert len(traces) == 1
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
+    latents(opened, 0, steps=2)
+    assert len(traces) == 2
+    latents(opened.with_frames(1), 0)
+    assert len(traces) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -151,12 +175,13 @@ def test_a_missing_part_is_named(name, folder, pipeline, tmp_path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"boundary_ratio": 0.875, "transformer_2": ["diffusers", "WanTransformer3DModel"]}, "transformer_2=.*0.875"),
+        ({"boundary_ratio": 0.875}, "sets boundary_ratio=0.875 and transformer_2=.*None.*. Set both or neither"),
+        ({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, "boundary_ratio=None and .*. Set both or neither"),
         ({"expand_timesteps": True}, "expand_timesteps=True"),
-        ({"_class_name": "WanImageToVideoPipeline"}, "is a WanImageToVideoPipeline; .*WanPipeline are read"),
+        ({"_class_name": "WanVACEPipeline"}, "is a WanVACEPipeline; .*WanPipeline, WanImageToVideoPipeline are read"),
     ],
 )
-def test_wan_2_2_and_image_to_video_are_refused_by_name(entries, message, pipeline, tmp_path):
+def test_pipelines_that_are_not_implemented_are_refused_by_name(entries, message, pipeline, tmp_path):
     copy = tmp_path / "encoders"
     shutil.copytree(pipeline, copy)
     index = json.loads((copy / "model_index.json").read_text())

@@ -4,10 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Int64, UInt8
 
 from stack_core.abi.errors import DataError
@@ -92,8 +90,6 @@ def pixel_decoder(encoders: Encoders | None, *, at_once: int) -> Callable[[np.nd
     """
     if encoders is None:
         return as_pixels
-    graph, state = nnx.split(encoders.autoencoder)
-    decode = jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))
 
     def pixels(latents: np.ndarray) -> np.ndarray:
         found = []
@@ -101,7 +97,7 @@ def pixel_decoder(encoders: Encoders | None, *, at_once: int) -> Callable[[np.nd
             part = latents[first : first + at_once]
             # A fixed number of rows compiles once.
             padded = np.pad(part, ((0, at_once - len(part)), *[(0, 0)] * (part.ndim - 1)))
-            found.append(as_pixels(decode(state, padded))[: len(part)])
+            found.append(as_pixels(encoders.decode(jnp.asarray(padded)))[: len(part)])
         return np.concatenate(found)
 
     return pixels

@@ -70,6 +70,7 @@ WRITTEN: dict[str, list[dict[str, Any]]] = {
     ],
     "int4": [{"path": ".*", "weights": "int4"}],
     "int4 in tiles": [{"path": ".*", "weights": "int4", "tile_size": 5, "smaller_tiles": True}],
+    "int4 of rotated matrices": [{"path": ".*", "weights": "int4", "algorithm": "quarot"}],
     "fp8": [{"path": ".*", "weights": "fp8_e4m3", "activations": "fp8_e4m3"}],
 }
 

@@ -71,7 +71,8 @@ def quantize_module(
     )
     result = nnx.clone(model)
     before = program.parameters.arrays
-    changed = {path: array for path, array in arrays.items() if is_quantized(array) or is_quantized(before[path])}
+    # Also parameters in float, which a rotation may change.
+    changed = {path: array for path, array in arrays.items() if array is not before[path]}
     _set_values(result, changed)
     if ranges:
         setattr(result, _RANGES, nnx.Dict({site: _range_variables(span) for site, span in ranges.items()}))

@@ -29,6 +29,7 @@ def stack_register_algorithms(registry: Registrar) -> None:
     registry.add("awq", "stack_quant.algorithms.awq:AWQ")
     registry.add("smoothquant", "stack_quant.algorithms.smoothquant:SMOOTHQUANT")
     registry.add("hadamard", "stack_quant.algorithms.hadamard:HADAMARD")
+    registry.add("quarot", "stack_quant.algorithms.quarot:QUAROT")
 
 
 @hookimpl

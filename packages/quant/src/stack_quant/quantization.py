@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from stack_core import ops
 from stack_core.abi.errors import ShapeError, UnknownName, nearest
 from stack_core.ops.building import is_quantized
+from stack_quant.algorithms import parse_algorithms
 from stack_quant.algorithms.stream import run_algorithms
 from stack_quant.errors import QuantError, RuleError
 from stack_quant.measuring import Call, static_ranges
 from stack_quant.methods import Method, method
 from stack_quant.packing import stored_bytes
+from stack_quant.rotations.fold import fold_rotations
 from stack_quant.rules import Rule
 from stack_quant.scales import Range
 from stack_quant.spec import ArraySpec
@@ -25,7 +27,7 @@ from stack_quant.transform.compiled import Compiled
 from stack_quant.transform.coverage import OpRow, ParameterRow, Report
 from stack_quant.transform.interpreter import ResolvedRules
 from stack_quant.transform.planning import Plan, plan
-from stack_quant.transform.program import Parameters, is_array, trace
+from stack_quant.transform.program import Parameters, Program, is_array, trace
 from stack_quant.transform.sites import site_names
 from stack_quant.transformed import TransformedArray
 
@@ -191,6 +193,7 @@ def quantized(
     # New rules apply to floats, also of a model that is quantized already.
     parameters = Parameters.of(parameters.with_arrays({path: _floats(array) for path, array in given.items()}))
     program = trace(fn, parameters, *args, **kwargs)
+    parameters = Parameters.of(parameters.with_arrays(_rotated(rules, program, parameters.arrays, may_quantize)))
     before = parameters.arrays
     seen = program.survey(before, ResolvedRules(tuple(rules), chosen))
     shapes = {
@@ -217,6 +220,20 @@ def quantized(
     if has_algorithms:
         after |= run_algorithms(fn, parameters, after, resolved, planned.inputs, uses, calls)
     return after, ranges, Quantization(resolved, coverage.report(name, rules, listed, seen.rows))
+
+
+def _rotated(
+    rules: Sequence[Rule], program: Program, arrays: Mapping[str, Any], may_quantize: Callable[[str], bool]
+) -> Mapping[str, Any]:
+    """Returns the parameters, rotated if an algorithm of the rules folds rotations into the model."""
+    steps = [step for rule in rules for step in parse_algorithms(rule.algorithm or "nearest")]
+    folds = [dict(options) for step, options in steps if step.folds]
+    if not folds:
+        return arrays
+    if any(options != folds[0] for options in folds):
+        raise RuleError("Rules rotate the model by different options, but it has one basis. Use the same in all rules.")
+    stream, heads = (bool(folds[0][name]) for name in ("stream", "heads"))
+    return {**arrays, **fold_rotations(program, arrays, stream=stream, heads=heads, may_rotate=may_quantize)}
 
 
 def _check_algorithms(rules: Sequence[Rule], chosen: Method) -> None:

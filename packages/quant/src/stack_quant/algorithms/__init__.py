@@ -52,7 +52,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm with `quantize`, `correct`, `input_scale`, `rotates` or several of these.
+    """An algorithm with `quantize`, `correct`, `input_scale`, `rotates`, `folds` or several of these.
 
     Attributes:
       name: name in the registry, such as "gptq".
@@ -63,6 +63,8 @@ class Algorithm:
       input_scale: function of a weight and the options that returns s[batch, d_in]. Inputs are divided by s, and rows
         of the weight are multiplied by s.
       rotates: True if inputs are rotated by blocks; the option "block" is the largest block.
+      folds: True if all parameters are rotated before they are quantized, by the options "stream" and "heads"; see
+        `fold_rotations`.
       options: default of each option, by name; an option with an integer as its default takes whole numbers.
     """
 
@@ -72,6 +74,7 @@ class Algorithm:
     correct: Callable[[Weight, Mapping[str, int | float]], jax.Array] | None = None
     input_scale: Callable[[Weight, Mapping[str, int | float]], jax.Array] | None = None
     rotates: bool = False
+    folds: bool = False
     options: Mapping[str, int | float] = field(default_factory=dict)
 
 
@@ -88,14 +91,20 @@ def parse_algorithms(text: str) -> tuple[Step, ...]:
         cannot be combined in this order.
     """
     steps = tuple(_step(part) for part in text.split("+"))
-    # Corrections and input scales are found for the axes of the model, and codes are chosen after all transforms.
-    stages = [0 if step.correct else 1 if step.input_scale else 2 if step.rotates else 3 for step, _ in steps]
+    stages = [_stage(step) for step, _ in steps]
     if stages != sorted(set(stages)):
         raise errors.ArgumentError(
-            f"algorithm={text!r}: combine at most one correction (qep), one algorithm for the scales of inputs (awq, "
-            "smoothquant), one rotation (hadamard) and one algorithm for codes (gptq, autoround, hqq), in this order."
+            f"algorithm={text!r}: combine at most one rotation of the model (quarot), one correction (qep), one "
+            "algorithm for the scales of inputs (awq, smoothquant), one rotation of inputs (hadamard) and one "
+            "algorithm for codes (gptq, autoround, hqq), in this order."
         )
     return steps
+
+
+def _stage(step: Algorithm) -> int:
+    # Corrections and input scales are found in the bases of the rotated model, and codes are chosen last.
+    stages = step.folds, step.correct, step.input_scale, step.rotates
+    return next((number for number, acts in enumerate(stages) if acts), len(stages))
 
 
 def _step(text: str) -> Step:

@@ -27,7 +27,17 @@ from stack_quant.transform.coverage import OpRow
 from stack_quant.transform.parts import Concatenated
 from stack_quant.transform.provenance import Part, Source
 
-__all__ = ["ADAPTED_HANDLERS", "HANDLERS", "Interpreter", "Loop", "ResolvedRules", "Use", "Value", "has_products"]
+__all__ = [
+    "ADAPTED_HANDLERS",
+    "ENTRY_BY_ENTRY",
+    "HANDLERS",
+    "Interpreter",
+    "Loop",
+    "ResolvedRules",
+    "Use",
+    "Value",
+    "has_products",
+]
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "stack_op"})
 _HANDS_ON = frozenset(
@@ -64,7 +74,7 @@ _TAKES_PARTS = frozenset(
     }
 )
 # fmt: off
-_ENTRY_BY_ENTRY = frozenset({
+ENTRY_BY_ENTRY = frozenset({
     "abs", "add", "add_any", "and", "clamp", "cos", "div", "eq", "erf", "exp", "exp2", "floor", "ge", "gt",
     "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not",
     "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub",
@@ -385,7 +395,7 @@ class Interpreter:
 
     def _derived(self, equation: Any, operands: Sequence[Value], results: Sequence[Any]) -> Source | None:
         """Returns the source of an elementwise result of a parameter and of values that do not depend on data."""
-        if equation.primitive.name not in _ENTRY_BY_ENTRY or any(operand.from_data for operand in operands):
+        if equation.primitive.name not in ENTRY_BY_ENTRY or any(operand.from_data for operand in operands):
             return None
         # An operand that is broadcast lacks the axes of the result, so it cannot be its source.
         shape = results[0].shape

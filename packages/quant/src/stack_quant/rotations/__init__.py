@@ -1,0 +1,1 @@
+"""Rotations of parameters that leave a model unchanged."""

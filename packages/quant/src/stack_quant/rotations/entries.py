@@ -152,7 +152,7 @@ def _cut(found: Symmetries, equation: Any, operands: Sequence[Tracked]) -> list[
 
 def _consume_cut(found: Symmetries, value: Tracked, changed: Collection[int], name: str) -> None:
     """Records the use of a value by an operation that changes some axes, and other axes keep the scale of a norm."""
-    scaled = [] if value.scale is None else [parts_of(axis) for axis in value.scale.axes]
+    scaled = [parts_of(axis) for axis in ([] if value.scale is None else value.scale.axes)]
     is_scaled = any(parts_of(value.axes[axis]) in scaled for axis in changed)
     found.consume(value if is_scaled else replace(value, scale=None), name)
 

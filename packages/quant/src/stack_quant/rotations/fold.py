@@ -77,7 +77,7 @@ def _is_rotated(axis: Any) -> bool:
 def _select(found: Symmetries, arrays: Mapping[str, Any], *, stream: bool, heads: bool) -> None:
     """Fixes the bases that are not requested, and checks that there is a basis to rotate."""
     table = max(found.tables, key=lambda path: arrays[path].size, default=None)
-    of_stream = [] if table is None else [basis for axis in found.tables[table] for basis in parts_of(axis)]
+    of_stream = [basis for axis in found.tables.get(table or "", ()) for basis in parts_of(axis)]
     if stream and table is not None and all(basis.fixed for basis in of_stream):
         reason = next((basis.fixed for basis in of_stream), "the lookup takes parts of its entries")
         raise RuleError(
@@ -128,8 +128,8 @@ def rotate(array: jax.Array, axis: int) -> jax.Array:
     size = array.shape[axis]
     block = size & -size
     # Two runs of the same model must be rotated alike, so the signs depend only on the size.
-    signs = np.random.default_rng(size).choice(np.float32([-1, 1]), size)
-    moved = hadamard(jnp.moveaxis(array, axis, -1) * signs.astype(array.dtype), -1, block)
+    signs = np.random.default_rng(size).choice((-1.0, 1.0), size)
+    moved = hadamard(jnp.moveaxis(array, axis, -1) * jnp.asarray(signs, array.dtype), -1, block)
     if size > block:
         split = moved.reshape(*moved.shape[:-1], size // block, block)
         cosines = jnp.asarray(_cosines(size // block), array.dtype)

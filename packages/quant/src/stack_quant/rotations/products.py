@@ -4,12 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from stack_core.ops.units import unit_of
+from stack_core.ops.units import OpUnit, unit_of
 from stack_quant.rotations.bases import Axis, fix, join, merged
 from stack_quant.rotations.symmetries import PRIMITIVES, UNITS, NormScale, Symmetries, Tracked, fixed, free_axes, opaque
 from stack_quant.transform import versions
 
 __all__: list[str] = []
+
+
+def _unit(equation: Any) -> OpUnit:
+    unit = unit_of(equation)
+    assert unit is not None, "the handlers of units alone"
+    return unit
 
 
 def _dot_general(found: Symmetries, equation: Any, operands: Sequence[Tracked]) -> list[Tracked]:
@@ -33,7 +39,7 @@ def _add_bias(found: Symmetries, bias: Tracked | None, outputs: Axis, name: str)
 
 
 def _linear(found: Symmetries, equation: Any, operands: Sequence[Tracked]) -> list[Tracked]:
-    unit = unit_of(equation)
+    unit = _unit(equation)
     given = unit.arrays(operands)
     x, weight = given["x"], given["weight"]
     found.contract(x, -1, weight, 0, unit.op)
@@ -42,7 +48,7 @@ def _linear(found: Symmetries, equation: Any, operands: Sequence[Tracked]) -> li
 
 
 def _gated_linear_unit(found: Symmetries, equation: Any, operands: Sequence[Tracked]) -> list[Tracked]:
-    unit = unit_of(equation)
+    unit = _unit(equation)
     given = unit.arrays(operands)
     for part in ("gate", "up"):
         weight = given[f"w_{part}"]
@@ -53,7 +59,7 @@ def _gated_linear_unit(found: Symmetries, equation: Any, operands: Sequence[Trac
 
 
 def _ragged_dot(found: Symmetries, equation: Any, operands: Sequence[Tracked]) -> list[Tracked]:
-    unit = unit_of(equation)
+    unit = _unit(equation)
     given = unit.arrays(operands)
     rows, weight = given["lhs"], given["rhs"]
     for axis in (rows.axes[0], weight.axes[0], *given["group_sizes"].axes):
@@ -65,7 +71,7 @@ def _ragged_dot(found: Symmetries, equation: Any, operands: Sequence[Tracked]) -
 
 def _attention(found: Symmetries, equation: Any, operands: Sequence[Tracked]) -> list[Tracked]:
     """Keeps the features of the values. The features of queries and keys have one basis."""
-    unit = unit_of(equation)
+    unit = _unit(equation)
     given = unit.arrays(operands)
     query, key, value = (given[name] for name in ("query", "key", "value"))
     for operand in operands:
@@ -80,7 +86,7 @@ def _attention(found: Symmetries, equation: Any, operands: Sequence[Tracked]) ->
 
 def _norm(found: Symmetries, equation: Any, operands: Sequence[Tracked]) -> list[Tracked]:
     """Keeps the basis of an RMS norm. Its result contains the scale until a product takes it over."""
-    unit = unit_of(equation)
+    unit = _unit(equation)
     given, options = unit.arrays(operands), unit.options
     terms = [given[name] for name in ("x", "residual") if given[name] is not None]
     for term in terms:

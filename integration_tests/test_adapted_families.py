@@ -71,7 +71,8 @@ NARROW = {
     | {"layers": 3, "dual_layers": 1, "qk_norm": True},
     "unet": {"image_size": 4, "widths": (64, 64), "heads": (2, 2), "transformer_layers": (0, 2), "blocks_per_level": 1}
     | {"text_dim": 64, "pooled_dim": 64, "text_tokens": 4, "size_features": 16},
-    "wan": {"image_size": 8, "frames": 2, "head_dim": 16, "text_dim": 64, "text_tokens": 4, "time_features": 64},
+    "wan": {"image_size": 8, "frames": 2, "head_dim": 16, "text_dim": 64, "text_tokens": 4, "time_features": 64}
+    | {"extra_channels": 6, "image_dim": 64, "image_tokens": 5},
     "autoencoder_kl": {"image_size": 8, "widths": (64, 64), "groups": 4, "blocks_per_level": 1},
     "autoencoder_kl_wan": {"image_size": 8, "frames": 3, "width": 64, "multipliers": (1, 2), "blocks_per_level": 1}
     | {"halves_frames": (True,)},
@@ -152,6 +153,10 @@ def batch_of(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
     text = jax.ShapeDtypeStruct((2, config.text_tokens, config.text_dim), float32)
     batch |= {"text": text}
     batch |= {"pooled": jax.ShapeDtypeStruct((2, config.pooled_dim), float32)} if config.pooled_dim else {}
+    if hasattr(config, "image_dim"):
+        frame = (*batch["images"].shape[:-1], config.extra_channels)
+        batch |= {"first_frame": jax.ShapeDtypeStruct(frame, float32)}
+        batch |= {"image_features": jax.ShapeDtypeStruct((2, config.image_tokens, config.image_dim), float32)}
     return batch | ({"sizes": jax.ShapeDtypeStruct((2, 6), float32)} if hasattr(config, "size_features") else {})
 
 

@@ -20,7 +20,8 @@ from stack_train.diffusion.lora import merge_lora, write_lora
 from stack_train.diffusion.pipeline import open_pipeline, save_pipeline
 from stack_train.diffusion.prompts import load_prompt_tokenizer
 from stack_train.diffusion.samplers import SamplerConfig, levels_of, sample, table_of
-from stack_train.diffusion.sampling import Start, open_images
+from stack_train.diffusion.sampling import open_images
+from stack_train.diffusion.starts import Start
 
 pytestmark = pytest.mark.parity
 

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from sklearn.svm import SVC
 
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.diffusion import clip, t5
+from stack_train.diffusion import clip, clip_vision, t5
 from stack_train.diffusion.pipeline import Encoders
 from stack_train.diffusion.pipeline_classes import PIPELINES
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders
@@ -123,7 +123,15 @@ def encoders(directory, autoencoder, *, width=32, tokens=6, name="FluxPipeline")
         config = next(config for each, config in configs if each is component)
         model = component.family.build(config, key=jax.random.key(number))
         made[folder] = TextEncoder(model, PromptTokenizer(tokenizer, folder, tokens, 0))
-    return Encoders(directory, autoencoder, TextEncoders(made, pipeline.condition, pipeline.clean), pipeline)
+    image = None
+    if pipeline.image_encoder is not None:
+        image_config = clip_vision.ClipImageConfig(
+            embed=8, mlp=8, layers=2, heads=2, image_size=10, patch=5, initializer_std=0.3, **floats
+        )
+        image_model = clip_vision.FAMILY.build(image_config, key=jax.random.key(len(made)))
+        image = clip_vision.ImageEncoder(image_model, image_config)
+    text = TextEncoders(made, pipeline.condition, pipeline.clean)
+    return Encoders(directory, autoencoder, text, pipeline, image)
 
 
 class Reader:

@@ -90,6 +90,9 @@ MODELS = {
             image_size=SIDE,
             frames=2,
             channels=4,
+            extra_channels=6,
+            image_dim=12,
+            image_tokens=5,
             layers=2,
             heads=4,
             head_dim=8,
@@ -149,6 +152,9 @@ def batches(name):
             batch |= {"text": rng.normal(size=(ROWS, 4, 16))}
         if name in ("flux", "sd3", "unet"):
             batch |= {"pooled": rng.normal(size=(ROWS, 16))}
+        if name == "wan":
+            first_frame = rng.normal(size=(ROWS, *frames, height, width, 6))
+            batch |= {"first_frame": first_frame, "image_features": rng.normal(size=(ROWS, 5, 12))}
         if name == "unet":
             batch |= {"sizes": np.tile([SIDE, SIDE, 0, 0, SIDE, SIDE], (ROWS, 1))}
         found = {key: value.astype(np.float32) for key, value in batch.items()}

@@ -16,7 +16,19 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from stack_core.abi.errors import ConversionError
-from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, clip, dit, exchange, flux, sd3, t5, unet, wan
+from stack_train.diffusion import (
+    autoencoder_kl,
+    autoencoder_kl_wan,
+    clip,
+    clip_vision,
+    dit,
+    exchange,
+    flux,
+    sd3,
+    t5,
+    unet,
+    wan,
+)
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.noise import DynamicShift
 from stack_train.diffusion.samplers import SamplerConfig
@@ -39,6 +51,8 @@ PARAMETERS = {
     "stable-diffusion-xl-base-1.0/unet": (unet, 2_567_463_684),
     "Wan2.1-T2V-1.3B/transformer": (wan, 1_418_996_800),
     "Wan2.1-T2V-1.3B/vae": (autoencoder_kl_wan, 126_892_531),
+    "Wan2.1-I2V-14B/transformer": (wan, 16_394_878_784),
+    "Wan2.1-I2V-14B/image_encoder": (clip_vision, 630_766_080),
 }
 FLUX = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2}
 FLUX |= {"in_channels": 16, "out_channels": 16, "joint_attention_dim": 24, "pooled_projection_dim": 20}
@@ -144,9 +158,15 @@ def test_a_published_wan_is_the_default_and_is_written_with_the_same_values():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("transformer", {"image_dim": 1280, "added_kv_proj_dim": 5120}, "image_dim=1280, .* added_kv_proj_dim=5120"),
-        ("transformer", {"pos_embed_seq_len": 514}, "pos_embed_seq_len=514, of image to video"),
-        ("transformer", {"in_channels": 36}, "out_channels=16, not in_channels, 36"),
+        ("transformer", {"image_dim": 1280, "added_kv_proj_dim": 5120}, "added_kv_proj_dim=5120, not 1536"),
+        ("transformer", {"added_kv_proj_dim": 1536}, "added_kv_proj_dim=1536, not None"),
+        (
+            "transformer",
+            {"image_dim": 1280, "added_kv_proj_dim": 1536},
+            "image_dim=1280 is for image to video",
+        ),
+        ("transformer", {"pos_embed_seq_len": 514}, "pos_embed_seq_len=514, for a first and a last frame"),
+        ("transformer", {"in_channels": 8}, "out_channels=16, more than in_channels, 8"),
         ("transformer", {"patch_size": [2, 2, 2]}, r"patch_size=\[2, 2, 2\], not of one frame"),
         ("transformer", {"patch_size": [1, 2, 4]}, r"patch_size=\[1, 2, 4\], not of one frame and square"),
         ("transformer", {"qk_norm": None}, "qk_norm=None, not 'rms_norm_across_heads'"),

@@ -19,7 +19,8 @@ from stack_train.diffusion import autoencoder_kl_wan, dit, sampling, wan
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.image_model import DiffusionModel
 from stack_train.diffusion.pipeline import open_pipeline, save_encoders
-from stack_train.diffusion.sampling import Start, open_images
+from stack_train.diffusion.sampling import open_images
+from stack_train.diffusion.starts import Start
 from stack_train.huggingface import FORMAT
 from stack_train.run.config import RunConfig
 from stack_train.run.train import train
@@ -174,12 +175,13 @@ def test_a_missing_part_is_named(name, folder, pipeline, tmp_path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"boundary_ratio": 0.875, "transformer_2": ["diffusers", "WanTransformer3DModel"]}, "transformer_2=.*0.875"),
+        ({"boundary_ratio": 0.875}, "sets boundary_ratio=0.875 and transformer_2=.*None.*. Set both or neither"),
+        ({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, "boundary_ratio=None and .*. Set both or neither"),
         ({"expand_timesteps": True}, "expand_timesteps=True"),
-        ({"_class_name": "WanImageToVideoPipeline"}, "is a WanImageToVideoPipeline; .*WanPipeline are read"),
+        ({"_class_name": "WanVACEPipeline"}, "is a WanVACEPipeline; .*WanPipeline, WanImageToVideoPipeline are read"),
     ],
 )
-def test_wan_2_2_and_image_to_video_are_refused_by_name(entries, message, pipeline, tmp_path):
+def test_pipelines_that_are_not_implemented_are_refused_by_name(entries, message, pipeline, tmp_path):
     copy = tmp_path / "encoders"
     shutil.copytree(pipeline, copy)
     index = json.loads((copy / "model_index.json").read_text())

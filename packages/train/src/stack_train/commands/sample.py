@@ -40,6 +40,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     spacing: Spacing | None = None,
     eta: float = 0.0,
     guidance: float | None = None,
+    low_noise_guidance: float | None = None,
     guidance_rescale: float = 0.0,
     embedded_guidance: float | None = None,
     size: str | None = None,
@@ -54,7 +55,8 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       prompt: text prompt of the images; may be repeated, and the columns then alternate between the prompts.
       negative_prompt: prompt for the unwanted contents of the images; acts through guidance.
       label: class label of the images; may be repeated, and the columns then alternate. By default all labels.
-      image: file of the initial image, which must have the size of the images unless --size resizes both.
+      image: file of the initial image, or of the first frame of a video, which must have the size of the images unless
+        --size resizes both.
       mask: image file, white in the areas to repaint and black in the areas to keep.
       strength: fraction of the steps that the image is put through, 0.8 by default, or 1 with a mask.
       lora: safetensors file of a LoRA in diffusers' or kohya's layout, or FILE=SCALE; may be repeated.
@@ -73,6 +75,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       eta: fraction of fresh noise in each ddim step.
       guidance: guidance scale; values above 1 follow the label or prompt more closely, with less variety. By default
         7.5 for Stable Diffusion, 5 for Stable Diffusion XL and Wan, 7 for Stable Diffusion 3 and 1 for others.
+      low_noise_guidance: guidance of the second denoiser of Wan 2.2, by default the same.
       guidance_rescale: fraction, 0 to 1, by which the contrast added by guidance is removed.
       embedded_guidance: guidance scale passed as an input to guidance-distilled models such as FLUX.1 dev.
       size: size in pixels, for latent diffusion models: a number, or WIDTHxHEIGHT.
@@ -90,11 +93,11 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     from stack_train.diffusion.samplers import SamplerConfig
     from stack_train.diffusion.sampling import open_images
 
-    given = {"name": sampler, "spacing": spacing, "guidance": guidance}
+    given = {"name": sampler, "spacing": spacing, "guidance": guidance, "low_noise_guidance": low_noise_guidance}
     given = {name: value for name, value in given.items() if value is not None}
     given |= {"steps": steps, "eta": eta, "guidance_rescale": guidance_rescale}
-    if strength is not None or image is not None:
-        given["strength"] = (0.8 if mask is None else 1.0) if strength is None else strength
+    if strength is not None:
+        given["strength"] = strength
     # Checked before the model is read; the directory's scheduler may add settings.
     parse(SamplerConfig, {"guidance": 2.0, **given}, path="sampler")
     pillow()  # Raises now rather than after minutes of sampling if Pillow is not installed.
@@ -105,6 +108,8 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     path = out or _default_path(model, opened.step, label, ".gif" if opened.makes_videos else ".png")
     if opened.makes_videos:
         _check_video(path, fps)
+    elif image is not None:
+        given = {"strength": 0.8 if mask is None else 1.0, **given}
     controlled = None if control is None else _read_control(control, opened, *influence)
     config = opened.sampler.changed(given)
     places = range(rows * columns)
@@ -208,7 +213,7 @@ def _read_start(image: Path, mask: Path | None, size: tuple[int, int] | None) ->
     """Reads the initial image and its mask upright, and resizes both to `size` unless it is None."""
     import numpy as np
 
-    from stack_train.diffusion.sampling import Start
+    from stack_train.diffusion.starts import Start
 
     def read(path: Path, mode: str) -> Any:
         converted = _opened(path, mode)

@@ -16,12 +16,16 @@ from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.cache import digest_of
 from stack_train.data.encoded_cache import EncodedRows, encode_once
 from stack_train.data.files import stat_digest
+from stack_train.diffusion.clip_vision import IMAGE_PROCESSOR
 from stack_train.diffusion.pipeline import Encoders, encoder_files
-from stack_train.diffusion.pipeline_classes import VAE
+from stack_train.diffusion.pipeline_classes import IMAGE_ENCODER, VAE
+from stack_train.diffusion.starts import encode_first_frames
+from stack_train.diffusion.wan import FIRST_FRAME, IMAGE_FEATURES
 
 __all__ = ["EncodedImages", "Latents", "encode_images", "encode_texts"]
 
 _FORMAT = 2
+_IMAGE_PARTS = (IMAGE_ENCODER, IMAGE_PROCESSOR)
 _KEY_CHARACTERS = 32
 # The standard deviation of latents should be 1. Values outside of this range indicate a wrong scaling_factor.
 _MIN_STD, _MAX_STD = 0.2, 5.0
@@ -36,7 +40,8 @@ class EncodedImages:
     """Encoded images and captions as `ImageRows`.
 
     Attributes:
-      latents: latents of each bucket: "mean" and, for samples, "std", both scaled.
+      latents: latents of each bucket: "mean" and, for samples, "std", both scaled, and for videos that begin with an
+        image the conditions of the first frame.
       bucket_of, row_of: bucket of each image, and its row in the latents of the bucket.
       texts: embeddings of the distinct captions: "text" of the tokens and, for some encoders, "pooled".
       caption_of: row of `texts` for each image; images with equal captions share a row.
@@ -84,6 +89,10 @@ class EncodedImages:
         found = {"images": latents.take("mean", self.row_of[places])}
         if "std" in latents:
             found["std"] = latents.take("std", self.row_of[places])
+        if FIRST_FRAME in latents:
+            found[FIRST_FRAME] = latents.take(FIRST_FRAME, self.row_of[places])
+        if IMAGE_FEATURES in latents:
+            found[IMAGE_FEATURES] = latents.take(IMAGE_FEATURES, self.row_of[places]).astype(self.dtype)
         conditions = [name for name in ("text", "pooled") if name in self.texts]
         found |= {name: self.texts.take(name, captions).astype(self.dtype) for name in conditions}
         if self.sizes is not None:
@@ -106,7 +115,8 @@ def encode_images(
       pixels: images of each bucket.
 
     Returns:
-      The latents of each bucket, "mean" and, for samples, "std", and the digests of all images.
+      The latents of each bucket, "mean" and, for samples, "std", with the conditions of the first frame for videos that
+      begin with an image, and the digests of all images.
 
     Raises:
       DataError: the latents do not have about unit variance.
@@ -118,8 +128,10 @@ def encode_images(
         mean, std = nnx.merge(graph, state).scaled_moments(images)
         return {"mean": mean, "std": std} if latents == "sample" else {"mean": mean}
 
-    files = [(name, path) for name, path in encoder_files(encoders.directory) if name.startswith(f"{VAE}/")]
-    digest = stat_digest(files, [str(_FORMAT), latents])
+    first_frames = encoders.pipeline.begins_with_image
+    parts = tuple(f"{part}/" for part in ((VAE, *_IMAGE_PARTS) if first_frames else (VAE,)))
+    files = [(name, path) for name, path in encoder_files(encoders.directory) if name.startswith(parts)]
+    digest = stat_digest(files, [str(_FORMAT), latents, *([FIRST_FRAME] if first_frames else [])])
     found: list[EncodedRows] = []
     all_keys: list[str] = []
     for images in pixels:
@@ -128,7 +140,10 @@ def encode_images(
         def encode(places: Sequence[int], images: np.ndarray = images) -> Mapping[str, np.ndarray]:
             # The parameters are an argument, since XLA would otherwise compile them into the program as constants.
             rows = np.stack([images[place] for place in places])
-            return jax.device_get(moments(state, jnp.asarray(rows, jnp.float32) / 127.5 - 1.0))
+            found = moments(state, jnp.asarray(rows, jnp.float32) / 127.5 - 1.0)
+            if first_frames:
+                found |= encode_first_frames(rows[:, 0], encoders, found["mean"].shape[1])
+            return jax.device_get(found)
 
         folder = user_cache_dir() / "latents" / digest_of(digest, images.shape[1:-1])
         found.append(encode_once(folder, keys, encode, at_once=at_once))
@@ -146,7 +161,8 @@ def encode_texts(encoders: Encoders, captions: Sequence[str], sizes: Sequence[in
     Returns:
       "text" and, for some encoders, "pooled" of each caption.
     """
-    files = [(name, path) for name, path in encoder_files(encoders.directory) if not name.startswith(f"{VAE}/")]
+    others = tuple(f"{part}/" for part in (VAE, *_IMAGE_PARTS))
+    files = [(name, path) for name, path in encoder_files(encoders.directory) if not name.startswith(others)]
     folder = user_cache_dir() / "texts" / stat_digest(files, [str(_FORMAT), *map(str, sizes)])
     keys = [digest_of(caption)[:_KEY_CHARACTERS] for caption in captions]
 

@@ -1,6 +1,7 @@
 """The parts of a diffusers directory, each a folder with a `config.json` and tensors; read and written exactly."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = ["Component", "StoredComponent", "load_component", "open_component", "
 _CONFIG = "config.json"
 _SHARD_BYTES = 10 * 10**9
 _CLASS = "_class_name"
+_LAYER = re.compile(r"\.\d+\.")
 _ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias", "gamma": ".gamma"}
 
 
@@ -54,7 +56,7 @@ class Component:
       squares: linear layers that are convolutions in the files, by path: channels and sides of each kernel's square.
       stem: name of the tensor files without suffix.
       model_type: value in `config.json` for a class of transformers; None for a class of diffusers.
-      redundant: tensors that duplicate other tensors or are unused.
+      redundant: tensors that duplicate other tensors or are unused; "{layer}" stands for the index of a layer.
       prefix: prefix of all tensor names, which some checkpoints omit.
     """
 
@@ -112,6 +114,10 @@ class Component:
                 "torch_dtype": config.param_dtype,
             }
         return {**named, **ours, **self.fixed, **self.write_others(config)}
+
+    def is_redundant(self, name: str) -> bool:
+        """Checks whether `redundant` contains a tensor."""
+        return name in self.redundant or _LAYER.sub(".{layer}.", name, count=1) in self.redundant
 
     def tensors_of(self, config: Any, path: str, parameter: np.ndarray) -> dict[str, np.ndarray]:
         """Views of a parameter as the tensors that it is there, by name; arrays that are filled fill the parameter."""
@@ -186,7 +192,7 @@ def open_component(component: Component, directory: Path, **settings: Any) -> St
     if given not in (component.class_name, *component.former_names):
         raise ConversionError(f"{directory} holds a {given}, not a {component.class_name}.")
     found = {_prefixed(name, component.prefix): each for name, each in read_tensors(directory, component.stem).items()}
-    tensors = {name: tensor for name, tensor in found.items() if name not in component.redundant}
+    tensors = {name: tensor for name, tensor in found.items() if not component.is_redundant(name)}
     dtypes = {str(tensor.numpy_dtype) for tensor in tensors.values()}
     # float32 represents F16 and BF16 exactly.
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"

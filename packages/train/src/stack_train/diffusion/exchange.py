@@ -27,6 +27,7 @@ from stack_train.diffusion.denoiser import VideosConfig
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig, denoising_of
 from stack_train.diffusion.pipeline import INDEX, Pipeline, open_encoders, open_pipeline, save_pipeline
 from stack_train.diffusion.reconstruction import ReconstructionConfig
+from stack_train.diffusion.two_denoisers import TwoDenoisers
 from stack_train.run.config import RunConfig
 from stack_train.variables.model_variables import values_of
 from stack_train.variables.weights import read_model, read_params
@@ -89,6 +90,11 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
     output = str(run)
     if (directory / INDEX).is_file():
         pipeline = open_pipeline(directory)
+        if isinstance(pipeline.model, TwoDenoisers):
+            raise ConversionError(
+                f"{directory} has two denoisers, and a run has one. Sample from the directory: stack sample "
+                f"hf:{directory}."
+            )
         absolute = str(directory.absolute())
         is_video = pipeline.encoders.pipeline.video_size is not None
         data = (

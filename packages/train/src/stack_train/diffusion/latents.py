@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import constrain
 from stack_train.diffusion.denoiser import Condition, Denoiser, Images
 from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.samplers import Inpainting, SamplerConfig, Table, guided, levels_of, sample, table_of
+from stack_train.diffusion.two_denoisers import TwoDenoisers
 
 __all__ = ["Begun", "initial_noise", "sample_latents", "sampling_table"]
 
@@ -57,9 +59,12 @@ def sample_latents(
       begun: initial image and mask; None starts from `noise`.
       control_scales: see `samplers.sample`.
       key: PRNG key of the noise that steps add; it may be the key of `noise`.
+
+    Raises:
+      ConfigError: the sampler guides a denoiser of low noise, and the model is a single denoiser.
     """
     count, *_, channels = noise.shape
-    guidance: Any = {"guidance": sampler.guidance, "rescale": sampler.guidance_rescale}
+    guidance: Any = {"guidance": _guidance_of(model, sampler), "rescale": sampler.guidance_rescale}
     denoise = guided(model, condition, images=count, **guidance)
     noise = constrain(noise, "batch", *[None] * (noise.ndim - 1), name="the noise")
     latents, mask, extra = (None, None, None) if begun is None else (begun.latents, begun.mask, begun.extra)
@@ -75,6 +80,18 @@ def sample_latents(
     initial = None if pure_noise else latents
     options: Any = {"start": initial, "inpainting": inpainting, "control_scales": control_scales}
     return sample(predicted, table, noise, keys=_keys(count, key), **options)
+
+
+def _guidance_of(model: Denoiser, sampler: SamplerConfig) -> Any:
+    """Returns the guidance, or its function of the timestep."""
+    high, low = sampler.guidance, sampler.low_noise_guidance
+    if low is None:
+        return high
+    if not isinstance(model, TwoDenoisers):
+        raise ConfigError(
+            f"low_noise_guidance={low} is for models of two denoisers, such as Wan 2.2 A14B. Leave it out."
+        )
+    return lambda timestep: jnp.where(model.is_high(timestep), high, low)
 
 
 def _keys(count: int, key: jax.Array) -> Key[Array, " images"]:

@@ -24,6 +24,7 @@ from stack_core.abi.errors import ConversionError
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.pipeline import Pipeline
 from stack_train.diffusion.prompts import TextEncoder
+from stack_train.diffusion.two_denoisers import TwoDenoisers
 from stack_train.diffusion.unet import UnetConfig
 from stack_train.variables.model_variables import ModelVariables, values_of
 
@@ -76,9 +77,11 @@ def merge_lora(pipeline: Pipeline, file: Path, scale: float = 1.0) -> Pipeline:
     """Adds the adapters of a file to the weights of a pipeline.
 
     Raises:
-      ConversionError: the file cannot be read, is of another kind (LoHa, LoKr, DoRA), or has modules or shapes that the
-        pipeline lacks; names each.
+      ConversionError: the pipeline has two denoisers, the file cannot be read or is of another kind (LoHa, LoKr, DoRA),
+        or it has modules or shapes that the pipeline lacks; names each.
     """
+    if isinstance(pipeline.model, TwoDenoisers):
+        raise ConversionError(f"{file} adapts one denoiser, and the model has two. Merge it into a single denoiser.")
     pairs = _read(file)
     kind = pipeline.encoders.pipeline
     models = {kind.folder: (kind.denoiser, pipeline.config, pipeline.model)}

@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,28 @@ from flax import nnx
 
 from stack_core.abi.errors import ConversionError
 from stack_core.runtime.atomic_directory import atomic_directory
-from stack_train.diffusion import flux, sd3, t5, unet
+from stack_train.diffusion import clip_vision, flux, sd3, t5, unet
+from stack_train.diffusion.clip_vision import (
+    IMAGE_PROCESSOR,
+    ImageEncoder,
+    open_image_encoder,
+    write_image_processor,
+)
 from stack_train.diffusion.components import load_component, open_component, save_component
 from stack_train.diffusion.denoiser import Images, VideosConfig
-from stack_train.diffusion.pipeline_classes import PIPELINES, VAE, PipelineClass, tokenizer_folder
+from stack_train.diffusion.pipeline_classes import (
+    BOUNDARY,
+    IMAGE_ENCODER,
+    PIPELINES,
+    SECOND,
+    VAE,
+    PipelineClass,
+    tokenizer_folder,
+)
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders, load_prompt_tokenizer
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.scheduler import Objective, Scheduler, read_scheduler, scheduler_class, write_scheduler
+from stack_train.diffusion.two_denoisers import TwoDenoisers
 
 __all__ = [
     "INDEX",
@@ -39,22 +54,25 @@ INDEX = "model_index.json"
 _T5_DIM = 4096
 _CLASSES = {name: each for each in PIPELINES for name in (each.name, *each.tasks)}
 _TOKENIZER_CONFIG, _MOST_TOKENS = "tokenizer_config.json", "model_max_length"
+_NULLS = (None, False, [None, None])
 _ZERO_UNCONDITIONAL = "force_zeros_for_empty_prompt"
 
 
 @dataclass(frozen=True)
 class Encoders:
-    """The text encoders and the autoencoder of a denoiser: prompts to conditions, images to latents and back.
+    """The encoders and the autoencoder of a denoiser: prompts to conditions, images to latents and back.
 
     Attributes:
       directory: source of the encoders.
       pipeline: class of the directory.
+      image: encoder of the first frame of videos; None without.
     """
 
     directory: Path
     autoencoder: Any
     text: TextEncoders
     pipeline: PipelineClass
+    image: ImageEncoder | None = None
 
     def encode(self, images: Images) -> jax.Array:
         """Returns the scaled latents of images or videos in [-1, 1]."""
@@ -92,10 +110,20 @@ class Encoders:
                 f"{self.directory} has the encoders of a {self.pipeline.name}, whose denoiser is of family {family}, "
                 f"not {model.name}. Take other encoders, or model.name={family}."
             )
-        channels = {"channels": self.autoencoder.config.latent_channels}
+        autoencoder = self.autoencoder.config
+        parts: dict[str, Mapping[str, int | None]] = {
+            f"{VAE} gives": {"channels": autoencoder.latent_channels},
+            f"{' + '.join(self.text.encoders)} gives": self.text.sizes(),
+        }
+        if self.pipeline.video_size is not None:
+            # The mask and the latents of the first frame.
+            extra = autoencoder.frames_per_latent + autoencoder.latent_channels
+            reads = self.pipeline.begins_with_image
+            parts[f"a {self.pipeline.name} needs"] = {"extra_channels": extra if reads else 0}
+            parts[f"{IMAGE_ENCODER} gives"] = {"image_dim": None} if self.image is None else self.image.sizes()
         wrong = [
-            f"{name} is {getattr(model, name)}, and {part} gives {size}"
-            for part, sizes in ((VAE, channels), (" + ".join(self.text.encoders), self.text.sizes()))
+            f"{name} is {getattr(model, name)}, and {part} {size}"
+            for part, sizes in parts.items()
             for name, size in sizes.items()
             if getattr(model, name) != size
         ]
@@ -153,7 +181,10 @@ def open_encoders(directory: Path, *, text_tokens: int | None = None, text_dim: 
     condition = pipeline.condition
     if pipeline.lacks_encoder:
         condition = partial(condition, zeros=(pipeline.t5_tokens, text_dim or _T5_DIM))
-    return Encoders(directory, autoencoder, TextEncoders(encoders, condition, pipeline.clean), pipeline)
+    image = None
+    if pipeline.image_encoder is not None:
+        image = open_image_encoder(directory / IMAGE_ENCODER, directory / IMAGE_PROCESSOR)
+    return Encoders(directory, autoencoder, TextEncoders(encoders, condition, pipeline.clean), pipeline, image)
 
 
 def _count_t5_tokens(
@@ -188,15 +219,17 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
       ConversionError: a component is missing, unsupported, or does not fit the rest.
     """
     pipeline, index = _read_index(directory)
-    if not (directory / pipeline.folder).is_dir():
-        raise ConversionError(f"{directory} lacks {pipeline.folder}, the denoiser. Download the whole directory.")
-    config, model = load_component(pipeline.denoiser, directory / pipeline.folder)
+    boundary = _read_boundary(directory, index) if SECOND in pipeline.index else None
+    config, model = _load_denoiser(pipeline, directory / pipeline.folder)
+    denoisers = [model] if boundary is None else [model, _load_second(pipeline, directory, config)]
     if pipeline.denoiser is flux.COMPONENT:
         # Defaults of diffusers' pipelines for FLUX.1 dev and schnell.
         most = pipeline.t5_tokens if config.guidance is not None else pipeline.t5_tokens // 2
         text_tokens = text_tokens or min(most, _max_tokens(directory / tokenizer_folder("text_encoder_2")))
     encoders = open_encoders(directory, text_tokens=text_tokens, text_dim=config.text_dim)
     config = replace(config, text_tokens=encoders.text.sizes()["text_tokens"])
+    if encoders.image is not None:
+        config = replace(config, image_tokens=encoders.image.config.tokens)
     if pipeline.denoiser is not sd3.COMPONENT:  # its default size is in the file of the denoiser, as in diffusers
         config = replace(config, **encoders.sizes)
     if pipeline.denoiser is unet.COMPONENT:
@@ -204,14 +237,46 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
         zero = index.get(_ZERO_UNCONDITIONAL, True) if config.pooled_dim else False
         config = replace(config, zero_unconditional=zero)
     encoders.check(config)
-    # The model reads sizes from its config, and the file of the denoiser lacks these.
-    model.config = config
-    model.eval()
+    for each in denoisers:
+        # The model reads sizes from its config, and the file of the denoiser lacks these.
+        each.config = config
+        each.eval()
     scheduler = read_scheduler(directory / "scheduler")
     sampler = replace(scheduler.sampler, guidance=pipeline.guidance)
     if pipeline.flows and sampler.name != "unipc":  # the spacing is a property of diffusers' pipeline
         sampler = replace(sampler, spacing=pipeline.sampler.spacing)
+    model = model if boundary is None else TwoDenoisers(*denoisers, boundary=boundary)
     return Pipeline(config, model, encoders, scheduler.objective, sampler)
+
+
+def _load_denoiser(pipeline: PipelineClass, directory: Path) -> tuple[Any, Any]:
+    if not directory.is_dir():
+        raise ConversionError(f"{directory.parent} lacks {directory.name}, the denoiser. Download the whole directory.")
+    return load_component(pipeline.denoiser, directory)
+
+
+def _load_second(pipeline: PipelineClass, directory: Path, config: Any) -> Any:
+    """Returns the denoiser of low noise, whose config must be the config of the first one."""
+    second, model = _load_denoiser(pipeline, directory / SECOND)
+    names = [each.name for each in fields(config) if getattr(second, each.name) != getattr(config, each.name)]
+    if names:
+        listed = "; ".join(f"{name} is {getattr(second, name)}, not {getattr(config, name)}" for name in names)
+        raise ConversionError(
+            f"{SECOND} in {directory} differs from {pipeline.folder}: its {listed}. Both denoisers must have one size."
+        )
+    return model
+
+
+def _read_boundary(directory: Path, index: Mapping[str, Any]) -> float | None:
+    """Returns the fraction of the timesteps below which the second denoiser acts; None for a single denoiser."""
+    boundary, has_second = index.get(BOUNDARY), index.get(SECOND) not in _NULLS
+    if (boundary is not None) != has_second:
+        raise ConversionError(
+            f"{directory / INDEX} sets {BOUNDARY}={boundary!r} and {SECOND}={index.get(SECOND)!r}. Set both or neither."
+        )
+    if boundary is not None and not (isinstance(boundary, (int, float)) and 0.0 < boundary < 1.0):
+        raise ConversionError(f"{directory / INDEX} sets {BOUNDARY}={boundary!r}; set it to a number between 0 and 1.")
+    return boundary
 
 
 def _max_tokens(directory: Path) -> int:
@@ -252,11 +317,13 @@ def _read_index(directory: Path) -> tuple[PipelineClass, Mapping[str, Any]]:
     for encoder in pipeline.optional:
         if encoder in index and index[encoder] in (None, [None, None]):
             pipeline = pipeline.without(encoder)
-    present = [key for key in pipeline.refused if index.get(key) not in (None, False, [None, None])]
+    if pipeline.image_encoder is not None and IMAGE_ENCODER in index and index[IMAGE_ENCODER] in _NULLS:
+        pipeline = pipeline.without_image_encoder()
+    present = [key for key in pipeline.refused if index.get(key) not in _NULLS]
     if present:
         raise ConversionError(
             f"{path} sets {', '.join(f'{key}={index[key]!r}' for key in present)}, which the {name} here does not "
-            "support. Take a directory with one denoiser, such as Wan 2.1 for text to video."
+            "support. Take another model, such as Wan 2.1 or Wan 2.2 A14B."
         )
     return pipeline, index
 
@@ -291,11 +358,16 @@ def save_pipeline(directory: Path, pipeline: Pipeline) -> None:
     kind = encoders.pipeline
     entries: dict[str, Any] = {"scheduler": ("diffusers", scheduler_class(scheduler))}
     entries[kind.folder] = ("diffusers", kind.denoiser.class_name)
+    models = {kind.folder: pipeline.model}
+    if isinstance(pipeline.model, TwoDenoisers):
+        models = {kind.folder: pipeline.model.high, SECOND: pipeline.model.low}
+        entries |= {SECOND: ("diffusers", kind.denoiser.class_name), BOUNDARY: pipeline.model.boundary}
     if kind.denoiser is unet.COMPONENT and config.pooled_dim:
         entries[_ZERO_UNCONDITIONAL] = config.zero_unconditional
     with atomic_directory(directory) as partial:
         _write_encoders(partial, encoders)
-        save_component(kind.denoiser, partial / kind.folder, config, pipeline.model)
+        for folder, model in models.items():
+            save_component(kind.denoiser, partial / folder, config, model)
         write_scheduler(partial / "scheduler", scheduler)
         _write_index(partial, kind, entries)
 
@@ -312,6 +384,12 @@ def _write_encoders(directory: Path, encoders: Encoders) -> None:
             encoder.tokenizer.tokenizer.save(directory / part)
         if component.family is t5.FAMILY:
             _write_max_tokens(directory / part, encoder.tokenizer.tokens)
+    if encoders.image is not None:
+        save_component(clip_vision.COMPONENT, directory / IMAGE_ENCODER, encoders.image.config, encoders.image.model)
+        if (encoders.directory / IMAGE_PROCESSOR).is_dir():
+            shutil.copytree(encoders.directory / IMAGE_PROCESSOR, directory / IMAGE_PROCESSOR)
+        else:
+            write_image_processor(directory / IMAGE_PROCESSOR, encoders.image.config)
 
 
 def _write_index(directory: Path, pipeline: PipelineClass, entries: Mapping[str, Any]) -> None:
@@ -319,6 +397,9 @@ def _write_index(directory: Path, pipeline: PipelineClass, entries: Mapping[str,
     for folder, (component, tokenizer) in pipeline.text.items():
         parts[folder] = ("transformers", component.class_name)
         parts[tokenizer_folder(folder)] = ("transformers", tokenizer)
+    if pipeline.image_encoder is not None:
+        parts[IMAGE_ENCODER] = ("transformers", pipeline.image_encoder.class_name)
+        parts[IMAGE_PROCESSOR] = ("transformers", "CLIPImageProcessor")
     _write_json(directory / INDEX, {"_class_name": pipeline.name, **parts, **pipeline.index, **entries})
 
 

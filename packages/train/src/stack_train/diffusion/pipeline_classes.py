@@ -8,15 +8,21 @@ from typing import Any
 import jax.numpy as jnp
 
 from stack_core.abi.errors import ConversionError
-from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, clip, flux, sd3, t5, unet, wan
+from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, clip, clip_vision, flux, sd3, t5, unet, wan
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.denoiser import Condition
 from stack_train.diffusion.samplers import SamplerConfig
 
-__all__ = ["PIPELINES", "VAE", "PipelineClass", "tokenizer_folder"]
+__all__ = ["BOUNDARY", "IMAGE_ENCODER", "PIPELINES", "SECOND", "VAE", "PipelineClass", "tokenizer_folder"]
 
 VAE = "vae"
 """Folder of the autoencoder."""
+
+IMAGE_ENCODER = "image_encoder"
+"""Folder of the image encoder."""
+
+SECOND, BOUNDARY = "transformer_2", "boundary_ratio"
+"""Folder of the denoiser of low noise, and the fraction of the timesteps below which it acts."""
 
 _CLIP_TOKENIZER, _T5_TOKENIZER = "CLIPTokenizer", "T5TokenizerFast"
 _UNREAD = (None, None)
@@ -43,6 +49,8 @@ class PipelineClass:
       vae: component of the autoencoder.
       clean: rewrites prompts before they are tokenized.
       video_size: default height, width and frames in diffusers; None for images.
+      begins_with_image: True for videos that begin with an image.
+      image_encoder: component of the image encoder; None without.
       refused: entries of its index that change the function and are not supported.
     """
 
@@ -62,6 +70,8 @@ class PipelineClass:
     vae: Component = autoencoder_kl.COMPONENT
     clean: Callable[[str], str] = str
     video_size: tuple[int, int, int] | None = None
+    begins_with_image: bool = False
+    image_encoder: Component | None = None
     refused: tuple[str, ...] = ()
 
     @property
@@ -75,8 +85,14 @@ class PipelineClass:
         index = {encoder: _UNREAD, tokenizer_folder(encoder): _UNREAD}
         return replace(self, text=text, index={**self.index, **index})
 
+    def without_image_encoder(self) -> "PipelineClass":
+        """Returns the class of a directory whose denoiser reads an image's latents only, as in Wan 2.2."""
+        index = {IMAGE_ENCODER: _UNREAD, clip_vision.IMAGE_PROCESSOR: _UNREAD}
+        return replace(self, image_encoder=None, index={**self.index, **index})
+
     def encoder_folders(self) -> tuple[str, ...]:
-        return (*self.text, *map(tokenizer_folder, self.text), VAE)
+        image = () if self.image_encoder is None else (IMAGE_ENCODER, clip_vision.IMAGE_PROCESSOR)
+        return (*self.text, *map(tokenizer_folder, self.text), *image, VAE)
 
 
 def tokenizer_folder(encoder: str) -> str:
@@ -129,6 +145,22 @@ _PROJECTED = (clip.PROJECTED, _CLIP_TOKENIZER)
 # `steps_offset` and the last level match the schedulers of the published directories.
 _LEADING: Mapping[str, Any] = {"spacing": "leading", "steps_offset": 1}
 
+_WAN = PipelineClass(
+    name="WanPipeline",
+    denoiser=wan.COMPONENT,
+    folder="transformer",
+    text={"text_encoder": (t5.UMT5, _T5_TOKENIZER)},
+    condition=_wan_condition,
+    sampler=SamplerConfig(spacing="linspace"),
+    flows=True,
+    guidance=5.0,
+    index={SECOND: _UNREAD, BOUNDARY: None, "expand_timesteps": False},
+    vae=autoencoder_kl_wan.COMPONENT,
+    clean=_wan_clean,
+    video_size=(480, 832, 81),
+    refused=("expand_timesteps",),  # of Wan 2.2 TI2V 5B
+)
+
 PIPELINES = (
     PipelineClass(
         name="FluxPipeline",
@@ -180,19 +212,6 @@ PIPELINES = (
         sampler=SamplerConfig(name="euler", **_LEADING),
         guidance=5.0,
     ),
-    PipelineClass(
-        name="WanPipeline",
-        denoiser=wan.COMPONENT,
-        folder="transformer",
-        text={"text_encoder": (t5.UMT5, _T5_TOKENIZER)},
-        condition=_wan_condition,
-        sampler=SamplerConfig(spacing="linspace"),
-        flows=True,
-        guidance=5.0,
-        index={"transformer_2": _UNREAD, "boundary_ratio": None, "expand_timesteps": False},
-        vae=autoencoder_kl_wan.COMPONENT,
-        clean=_wan_clean,
-        video_size=(480, 832, 81),
-        refused=("transformer_2", "boundary_ratio", "expand_timesteps"),  # of Wan 2.2
-    ),
+    _WAN,
+    replace(_WAN, name="WanImageToVideoPipeline", begins_with_image=True, image_encoder=clip_vision.COMPONENT),
 )

@@ -79,6 +79,7 @@ class SamplerConfig:
       lower_order_final: DPM-Solver++ of fewer than 15 steps ends with lower orders, which is more stable; unipc always.
       euler_at_final: DPM-Solver++ ends with an Euler step also if `final` is "min".
       guidance: w in m = m_none + w (m_condition - m_none); 1 evaluates only the conditional prediction.
+      low_noise_guidance: w of the denoiser of low noise, for models of two denoisers (Wan 2.2); None is `guidance`.
       guidance_rescale: fraction by which the standard deviation added by guidance is reduced.
       strength: fraction of the steps to run if sampling starts from an image; the first steps are skipped.
 
@@ -99,6 +100,7 @@ class SamplerConfig:
     lower_order_final: bool = True
     euler_at_final: bool = False
     guidance: NonNegativeFloat = 1.0
+    low_noise_guidance: NonNegativeFloat | None = None
     guidance_rescale: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     strength: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
@@ -109,6 +111,10 @@ class SamplerConfig:
             raise ConfigError(
                 f"guidance_rescale={self.guidance_rescale} takes back contrast that guidance adds, and guidance is 1, "
                 "which adds none. Set guidance above 1, or guidance_rescale to 0."
+            )
+        if self.low_noise_guidance is not None and self.guidance == 1.0:
+            raise ConfigError(
+                f"low_noise_guidance={self.low_noise_guidance} acts with guidance, which is 1. Set guidance above 1."
             )
         self._check_levels()
         multistep = ("correction", "euler_at_final", *(() if self.name == "unipc" else ("lower_order_final",)))
@@ -492,13 +498,13 @@ def guided(
     condition: Condition,
     *,
     images: int,
-    guidance: float | Float[Array, "images 1 1 1"],
+    guidance: float | Float[Array, "images 1 1 1"] | Callable[[Array], Array],
     rescale: float = 0.0,
 ) -> Callable[..., Predicted]:
     """Returns the guided prediction for a number of images with `condition`, for `sample`; see `SamplerConfig`.
 
-    The timestep and the guidance are common to all images or given for each. The optional third argument of the
-    prediction is the scale of a ControlNet's residuals.
+    The timestep and the guidance are common to all images or given for each, and the guidance may be a function of the
+    timestep. The optional third argument of the prediction is the scale of a ControlNet's residuals.
     """
 
     def scaled(condition: Condition, scale: Float[Array, ""] | None, rows: int) -> Condition:
@@ -512,7 +518,8 @@ def guided(
         timesteps = jnp.tile(jnp.broadcast_to(timestep, (images,)), 2)
         predictions = denoiser(jnp.concatenate([x, x]), timesteps, scaled(both, scale, 2 * images))
         with_condition, without = jnp.split(predictions, 2)
-        predicted = without + guidance * (with_condition - without)
+        weight = guidance(timestep) if callable(guidance) else guidance
+        predicted = without + weight * (with_condition - without)
         axes = tuple(range(1, x.ndim))
         ratio = with_condition.std(axes, keepdims=True) / predicted.std(axes, keepdims=True)
         return predicted * (1.0 - rescale + rescale * ratio) if rescale else predicted

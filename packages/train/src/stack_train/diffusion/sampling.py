@@ -30,25 +30,18 @@ from stack_train.diffusion.lora import merge_lora
 from stack_train.diffusion.objectives import Denoises, denoising_of
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
 from stack_train.diffusion.samplers import SamplerConfig, Table
+from stack_train.diffusion.starts import (
+    Start,
+    check_first_frame,
+    check_pixels,
+    check_start,
+    encode_start,
+    first_frame_condition,
+)
 from stack_train.run.config import run_config
 from stack_train.variables.weights import read_model
 
-__all__ = ["ImageSampler", "Start", "open_images", "open_run"]
-
-
-_HALF = 127
-
-
-@dataclass(frozen=True)
-class Start:
-    """The initial image of image-to-image sampling and inpainting, in the size of the output.
-
-    Attributes:
-      mask: values above 127 select pixels to generate; None selects all pixels.
-    """
-
-    image: UInt8[np.ndarray, "height width channels"]
-    mask: UInt8[np.ndarray, "height width"] | None = None
+__all__ = ["ImageSampler", "open_images", "open_run"]
 
 
 @dataclass(frozen=True)
@@ -174,18 +167,11 @@ class ImageSampler:
           GenerationError: the model does not support prompts, control images or embedded guidance, or `negative` is
             set without guidance.
         """
-        masked = start is not None and start.mask is not None
-        if getattr(self.config, "extra_channels", 0) and not masked:
-            raise GenerationError(
-                "The model fills the masked part of an image. Give an image and a mask.", parameter="mask"
-            )
-        if start is not None and self.makes_videos:
-            raise GenerationError("The model makes videos of prompts only. Leave the image out.", parameter="image")
-        if start is None and sampler.strength != 1.0:
-            raise GenerationError(
-                f"strength={sampler.strength} is the fraction of the steps applied to an initial image. Give an image.",
-                parameter="strength",
-            )
+        reads_image = bool(getattr(self.config, "extra_channels", 0))
+        if self.makes_videos:
+            check_first_frame(start, sampler, reads_image=reads_image)
+        else:
+            check_start(start, sampler, reads_mask=reads_image)
         if self.encoders is None:
             raise GenerationError(
                 f"A {type(self.model).__name__} takes no prompts; give --label, or a model that is conditioned on "
@@ -194,7 +180,11 @@ class ImageSampler:
             )
         condition = self.condition(prompts, sampler, negative=negative, embedded_guidance=embedded_guidance)
         condition |= self._control_condition(control, len(prompts))
-        begun = None if start is None else self._begun(start, len(prompts))
+        begun = None
+        if start is not None and self.makes_videos:
+            condition |= self._first_frame(start, len(prompts))
+        elif start is not None:
+            begun = self._begun(start, len(prompts))
         latents = self._sampled(condition, len(prompts), sampler, seed, begun=begun, control=control)
         return as_pixels(self.encoders.decode(latents))
 
@@ -213,47 +203,18 @@ class ImageSampler:
             raise GenerationError(problem, parameter="control")
         if control is None:
             return {}
-        self._check_pixels({"control": control.image})
+        encoders: Any = self.encoders
+        check_pixels({"control": control.image}, encoders, self.sides)
         return {"control": jnp.broadcast_to(control.image, (count, *control.image.shape))}
 
-    def _check_pixels(self, arrays: Mapping[str, np.ndarray | None]) -> None:
-        """Raises a GenerationError if an image by name differs in size from the output."""
+    def _begun(self, start: Start, count: int) -> Begun:
         encoders: Any = self.encoders
-        factor = encoders.autoencoder.config.downsampling
-        expected = tuple(side * factor for side in self.sides)
-        for name, array in arrays.items():
-            if array is not None and array.shape[:2] != expected:
-                raise GenerationError(
-                    f"The {name} is {array.shape[1]}x{array.shape[0]} pixels; images of {expected[1]}x{expected[0]} "
-                    "are made. Resize it, or give another size.",
-                    parameter=name,
-                )
+        reads_mask = bool(getattr(self.config, "extra_channels", 0))
+        return encode_start(start, encoders, self.sides, count=count, reads_mask=reads_mask)
 
-    def _begun(self, start: "Start", count: int) -> Begun:
-        """Encodes an initial image and its mask.
-
-        Raises:
-          GenerationError: the image or the mask differs in size from the output.
-        """
+    def _first_frame(self, start: Start, count: int) -> dict[str, jax.Array]:
         encoders: Any = self.encoders
-        factor = encoders.autoencoder.config.downsampling
-        self._check_pixels({"image": start.image, "mask": start.mask})
-        pixels = jnp.asarray(start.image, jnp.float32)[None] / 127.5 - 1.0
-
-        def rows(array: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(array, (count, *array.shape[1:]))
-
-        latents = encoders.encode(pixels)
-        if start.mask is None:
-            return Begun(rows(latents), None, None)
-        pixel_mask = jnp.asarray(start.mask > _HALF, jnp.float32)[None, :, :, None]
-        # Each latent has the mask of its first pixel, as in diffusers.
-        mask = pixel_mask[:, ::factor, ::factor]
-        if not getattr(self.config, "extra_channels", 0):
-            return Begun(rows(latents), rows(mask), None)
-        # Inpainting models read the mask, and the latents of the image with grey pixels in the mask.
-        extra = jnp.concatenate([mask, encoders.encode(pixels * (1.0 - pixel_mask))], axis=-1)
-        return Begun(rows(latents), None, rows(extra))
+        return first_frame_condition(start.image, encoders, self.shape[:3], count=count)
 
     def condition(
         self,

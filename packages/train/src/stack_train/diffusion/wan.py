@@ -1,49 +1,42 @@
-"""Wan 2.1: patches of a video attend to each other and to a text; positions rotate by frame, row and column.
+"""Wan 2.1 and 2.2: patches of a video attend to each other and to a text; positions rotate by frame, row and column.
 
-It is equivalent to diffusers' `WanTransformer3DModel` for text to video. Videos are [batch, frames, height, width,
-channels], latents of `autoencoder_kl_wan`.
+It is equivalent to diffusers' `WanTransformer3DModel` for text to video and image to video. Videos are [batch, frames,
+height, width, channels], latents of `autoencoder_kl_wan`. Models of image to video read the encoded first frame in
+additional input channels, and in Wan 2.1 they also attend to its features.
 
 Source: Wan Team, Wan: Open and Advanced Large-Scale Video Generative Models, 2025 (arXiv:2503.20314).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core import ops
-from stack_core.abi.config import config
+from stack_core.abi.config import changed_fields, config
 from stack_core.abi.errors import ConfigError
-from stack_core.abi.mesh import constrain
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway, unconditional
 from stack_train.diffusion.joint_blocks import Embedder, embedder_names, make_linear
-from stack_train.diffusion.layers import (
-    TOKENS,
-    Heads,
-    Tokens,
-    modulated,
-    patches_of,
-    rotated,
-    split_heads,
-    unmasked_attention,
-    unpatched,
-    waves,
-)
+from stack_train.diffusion.layers import Tokens, modulated, patches_of, rotated, unpatched, waves
+from stack_train.diffusion.wan_layers import Block, ImageEmbedder
 from stack_train.models.reader import Reader, Setting
 from stack_train.nn.build import Build
 from stack_train.nn.linear import FloatName
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
 
-__all__ = ["COMPONENT", "FAMILY", "Wan", "WanConfig"]
+__all__ = ["COMPONENT", "FAMILY", "FIRST_FRAME", "IMAGE_FEATURES", "Wan", "WanConfig"]
 
-_ALL_HEADS = ("batch", "seq", "act_heads")
+FIRST_FRAME: Final = "first_frame"
+"""Condition with the mask of the first frame and its latents, [batch, frames, height, width, extra_channels]."""
+
+IMAGE_FEATURES: Final = "image_features"
+"""Condition with the features of the first frame, [batch, image_tokens, image_dim]."""
 
 
 @config
@@ -55,6 +48,10 @@ class WanConfig:
       image_size: height and width of the latents, a multiple of `patch`.
       frames: number of frames of the latents: one for the first frame of a video, and one per four others.
       channels: channels of the latents.
+      extra_channels: additional input channels of image to video: the mask of the first frame, one channel for each
+        frame of a latent, and its latents (20 with the autoencoder of Wan 2.1).
+      image_dim: features of each image token, which Wan 2.1 reads for image to video; None for a model without them.
+      image_tokens: number of image tokens.
       patch: height and width of a patch, which has one frame.
       layers: number of blocks.
       heads: number of attention heads.
@@ -80,6 +77,9 @@ class WanConfig:
     image_size: PositiveInt = 60
     frames: PositiveInt = 21
     channels: PositiveInt = 16
+    extra_channels: NonNegativeInt = 0
+    image_dim: PositiveInt | None = None
+    image_tokens: PositiveInt = 257
     patch: PositiveInt = 2
     layers: PositiveInt = 30
     heads: PositiveInt = 12
@@ -105,6 +105,14 @@ class WanConfig:
             )
         if self.time_features % 2:
             raise ConfigError(f"time_features={self.time_features} are sines and cosines. Take an even number.")
+        if self.image_dim is not None and not self.extra_channels:
+            raise ConfigError(
+                f"image_dim={self.image_dim} is for image to video, and extra_channels is 0. Set extra_channels to 20."
+            )
+        if self.image_dim is None and changed_fields(self, ("image_tokens",)):
+            raise ConfigError(
+                f"image_tokens={self.image_tokens} would have no effect, because image_dim is None. Leave it out."
+            )
         if self.frames > self.max_positions:
             raise ConfigError(f"frames={self.frames} exceed max_positions={self.max_positions}. Take fewer frames.")
         self.check_size(self.image_size, self.image_size)
@@ -148,66 +156,10 @@ class WanConfig:
             )
 
 
-class Attention(nnx.Module):
-    """Attention from patches to a source; queries and keys are normed over all heads."""
-
-    def __init__(self, build: Build, heads: int) -> None:
-        embed, self.heads, self.norm = build.embed, heads, build.norm
-        self.query = build.linear((embed, embed), ("embed", "heads"), bias=True)
-        self.key = build.linear((embed, embed), ("embed", "heads"), bias=True)
-        self.value = build.linear((embed, embed), ("embed", "heads"), bias=True)
-        self.query_norm, self.key_norm = build.scale(embed, "heads"), build.scale(embed, "heads")
-        self.output = build.linear((embed, embed), ("heads", "embed"), bias=True)
-
-    def __call__(
-        self,
-        x: Tokens,
-        source: Float[Array, "batch kv_seq embed"],
-        rotate: Callable[[Heads], Heads] = lambda heads: heads,
-    ) -> Tokens:
-        query = split_heads(self.norm(self.query(x), self.query_norm, _ALL_HEADS), self.heads, "heads")
-        key = split_heads(self.norm(self.key(source), self.key_norm, _ALL_HEADS), self.heads, "heads")
-        value = split_heads(self.value(source), self.heads, "heads")
-        return self.output(unmasked_attention(rotate(query), rotate(key), value))
-
-
-class Block(nnx.Module):
-    """Attention among patches, attention to the text, and a feed-forward layer; called with one layer's slice."""
-
-    def __init__(self, config: WanConfig, build: Build) -> None:
-        embed, self.epsilon = config.embed, config.norm_epsilon
-        # Added to the embedded timestep: shift, scale and gate for the attention, and for the feed-forward layer.
-        self.table = build.normal((1, 6, embed), (None, None, None), std=embed**-0.5)
-        self.attention = Attention(build.child(), config.heads)
-        self.cross_attention = Attention(build.child(), config.heads)
-        self.cross_scale = build.full(embed, None, 1.0) if config.cross_norm else None
-        self.cross_offset = build.full(embed, None, 0.0) if config.cross_norm else None
-        self.up = build.linear((embed, config.mlp), ("embed", "mlp"), bias=True)
-        self.down = build.linear((config.mlp, embed), ("mlp", "embed"), bias=True)
-
-    def __call__(
-        self, x: Tokens, text: Float[Array, "batch text embed"], modulation: Float[Array, "batch 6 embed"], rotate: Any
-    ) -> Tokens:
-        parts = (self.table[...].astype(modulation.dtype) + modulation).swapaxes(0, 1)
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = parts
-        normed = modulated(x, shift, scale, epsilon=self.epsilon)
-        x = x + gate[:, None] * self.attention(normed, normed, rotate)
-        x = x + self.cross_attention(self._cross_normed(x), text)
-        normed = modulated(x, mlp_shift, mlp_scale, epsilon=self.epsilon)
-        wide = constrain(self.up(normed), "batch", "seq", "act_mlp", name="a block's feed-forward layer")
-        return x + mlp_gate[:, None] * self.down(jax.nn.gelu(wide, approximate=True))
-
-    def _cross_normed(self, x: Tokens) -> Tokens:
-        if self.cross_scale is None or self.cross_offset is None:
-            return x
-        scale, offset = self.cross_scale[...], self.cross_offset[...]
-        normed: Any = ops.norm(x, scale, offset=offset, kind="layer", epsilon=self.epsilon, axes={"x": TOKENS})
-        return normed
-
-
 class Wan(nnx.Module):
     """A `Denoiser` of videos whose condition is "text", [batch, tokens, text_dim].
 
+    Models of image to video also have the condition `FIRST_FRAME`, and with `image_dim` also `IMAGE_FEATURES`.
     The last layer starts at 0, so the model predicts 0 at first.
     """
 
@@ -215,8 +167,12 @@ class Wan(nnx.Module):
         self.config = config
         embed, features, std = config.embed, config.channels * config.patch**2, config.initializer_std
         keys = jax.random.split(key, 7)
-        self.patches = make_linear(config, (features, embed), (None, "embed"), keys[0])
+        inputs = (config.channels + config.extra_channels) * config.patch**2
+        self.patches = make_linear(config, (inputs, embed), (None, "embed"), keys[0])
         self.text_in = Embedder(config, config.text_dim, keys[1], activation=partial(jax.nn.gelu, approximate=True))
+        # Its key leaves the keys of a model without images unchanged.
+        image_key = jax.random.fold_in(key, 7)
+        self.image_in = None if config.image_dim is None else ImageEmbedder(config, image_key)
         self.time = Embedder(config, config.time_features, keys[2])
         self.modulation = make_linear(config, (embed, 6 * embed), ("embed", None), keys[3])
         norm = Norm(epsilon=config.norm_epsilon)
@@ -226,23 +182,25 @@ class Wan(nnx.Module):
         self.last = make_linear(config, (embed, features), ("embed", None), keys[6], std=0.0)
 
     def __call__(self, images: Images, timesteps: Float[Array, " batch"], condition: Condition) -> Predicted:
-        config, (batch, frames, height, width, channels) = self.config, images.shape
+        config, (batch, frames, height, width, _) = self.config, images.shape
         config.check_size(height, width)
         if frames > config.max_positions:
             raise ConfigError(f"Latents of {frames} frames exceed max_positions={config.max_positions}. Take fewer.")
+        x = images if not config.extra_channels else jnp.concatenate([images, condition[FIRST_FRAME]], axis=-1)
         # Patches have one frame each, so frames are cut like images: [batch * frames, rows * columns, features].
-        cut = patches_of(images.astype(config.dtype).reshape(-1, height, width, channels), config.patch)
+        cut = patches_of(x.astype(config.dtype).reshape(-1, height, width, x.shape[-1]), config.patch)
         x = self.patches(cut.reshape(batch, -1, cut.shape[-1]))
         text = self.text_in(condition["text"].astype(config.dtype))
+        image = None if self.image_in is None else self.image_in(condition[IMAGE_FEATURES].astype(config.dtype))
         time = self.time(waves(timesteps, config.time_features, last=0).astype(config.dtype))
         modulation = self.modulation(jax.nn.silu(time)).reshape(batch, 6, config.embed)
         places = _places(batch, frames, height // config.patch, width // config.patch)
 
         def run(block: Block, x: Tokens, per_row: Any, _: None) -> tuple[Tokens, None]:
-            text, modulation, places = per_row
-            return block(x, text, modulation, partial(rotated, places=places, axes=config.rope_axes)), None
+            text, image, modulation, places = per_row
+            return block(x, text, image, modulation, partial(rotated, places=places, axes=config.rope_axes)), None
 
-        per_row, options = (text, modulation, places), {"remat": config.remat, "unroll": config.unroll}
+        per_row, options = (text, image, modulation, places), {"remat": config.remat, "unroll": config.unroll}
         x, _ = scan_layers(run, [self.blocks], x, [None], per_row=per_row, moves=True, **options)
         shift, scale = (self.last_table[...].astype(time.dtype) + time[:, None]).swapaxes(0, 1)
         x = self.last(modulated(x, shift, scale, epsilon=config.norm_epsilon))
@@ -255,8 +213,8 @@ class Wan(nnx.Module):
         return predicted_halfway(self, batch)
 
     def unconditional(self, condition: Condition) -> Condition:
-        """See `unconditional`."""
-        return unconditional(condition)
+        """See `unconditional`; guidance changes the text only."""
+        return unconditional(condition, shared=(FIRST_FRAME, IMAGE_FEATURES))
 
 
 def _places(batch: int, frames: int, rows: int, columns: int) -> Int[Array, "batch seq axes"]:
@@ -286,28 +244,36 @@ _ATTENTION = {
     "key_norm": "norm_k.weight",
     "output": "to_out.0",
 }
+_IMAGE_ATTENTION = {"image_key": "add_k_proj", "image_value": "add_v_proj", "image_key_norm": "norm_added_k.weight"}
+_IMAGE_NAMES = {"enter_norm": "norm1", "enter": "ff.net.0.proj", "leave": "ff.net.2", "leave_norm": "norm2"}
 
 
 def _read_patches(reader: Reader) -> dict[str, Any]:
     frames, *sides = reader.get("patch_size", default=[1, 2, 2])
     if frames != 1 or len(set(sides)) != 1:
         reader.problems.append(f"patch_size={[frames, *sides]}, not of one frame and square")
-    channels = reader.get("in_channels", default=16)
-    if (predicted := reader.get("out_channels", default=16)) not in (None, channels):
-        reader.problems.append(f"out_channels={predicted!r}, not in_channels, {channels}")
-    for key in ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"):
-        if (given := reader.get(key)) is not None:
-            reader.problems.append(f"{key}={given!r}, of image to video, not None")
+    inputs = reader.get("in_channels", default=16)
+    channels = reader.get("out_channels", default=16) or inputs
+    if channels > inputs:
+        reader.problems.append(f"out_channels={channels}, more than in_channels, {inputs}")
+    if (given := reader.get("pos_embed_seq_len")) is not None:
+        reader.problems.append(f"pos_embed_seq_len={given!r}, for a first and a last frame, not None")
+    # Layers read the projected image, which is as wide as the stream.
+    embed = reader.get("num_attention_heads", default=40) * reader.get("attention_head_dim", default=128)
+    expected = None if reader.get("image_dim") is None else embed
+    if (added := reader.get("added_kv_proj_dim")) != expected:
+        reader.problems.append(f"added_kv_proj_dim={added!r}, not {expected!r}")
     # Files lack the sizes of videos.
     patches = reader.get("rope_max_seq_len", default=1024)
-    return {"patch": sides[0], "image_size": sides[0] * min(30, patches), "frames": min(21, patches)}
+    sizes = {"patch": sides[0], "image_size": sides[0] * min(30, patches), "frames": min(21, patches)}
+    return {"channels": channels, "extra_channels": max(inputs - channels, 0), **sizes}
 
 
 COMPONENT = Component(
     class_name="WanTransformer3DModel",
     family=FAMILY,
     settings=(
-        Setting("channels", ("in_channels",), 16),
+        Setting("image_dim", ("image_dim",), None),
         Setting("layers", ("num_layers",), 40),
         Setting("heads", ("num_attention_heads",), 40),
         Setting("head_dim", ("attention_head_dim",), 128),
@@ -322,9 +288,9 @@ COMPONENT = Component(
     read_others=_read_patches,
     write_others=lambda config: {
         "patch_size": [1, config.patch, config.patch],
+        "in_channels": config.channels + config.extra_channels,
         "out_channels": config.channels,
-        "image_dim": None,
-        "added_kv_proj_dim": None,
+        "added_kv_proj_dim": None if config.image_dim is None else config.embed,
         "pos_embed_seq_len": None,
     },
     names={
@@ -333,7 +299,11 @@ COMPONENT = Component(
         "modulation": "condition_embedder.time_proj",
         "blocks/table": _BLOCK + "scale_shift_table",
         **{f"blocks/attention/{ours}": f"{_BLOCK}attn1.{theirs}" for ours, theirs in _ATTENTION.items()},
-        **{f"blocks/cross_attention/{ours}": f"{_BLOCK}attn2.{theirs}" for ours, theirs in _ATTENTION.items()},
+        **{
+            f"blocks/cross_attention/{ours}": f"{_BLOCK}attn2.{theirs}"
+            for ours, theirs in (_ATTENTION | _IMAGE_ATTENTION).items()
+        },
+        **{f"image_in/{ours}": f"condition_embedder.image_embedder.{theirs}" for ours, theirs in _IMAGE_NAMES.items()},
         "blocks/cross_scale": _BLOCK + "norm2.weight",
         "blocks/cross_offset": _BLOCK + "norm2.bias",
         "blocks/up": _BLOCK + "ffn.net.0.proj",
@@ -341,5 +311,9 @@ COMPONENT = Component(
         "last_table": "scale_shift_table",
         "last": "proj_out",
     },
-    squares=lambda config: {"patches": (config.channels, 1, config.patch, config.patch)},
+    squares=lambda config: {
+        "patches": (config.channels + config.extra_channels, 1, config.patch, config.patch),
+    },
+    # Published models of image to video have this norm of queries, which attention does not use.
+    redundant=(_BLOCK + "attn2.norm_added_q.weight",),
 )

@@ -5,7 +5,7 @@ Outputs match transformers' `CLIPVisionModel`.
 Source: Radford et al., Learning Transferable Visual Models From Natural Language Supervision, 2021 (arXiv:2103.00020).
 """
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,20 @@ from stack_train.nn.build import Build
 from stack_train.nn.layer_norm import LayerNorm
 from stack_train.nn.linear import FloatName
 from stack_train.nn.residual import Norm
-from stack_train.nn.stack import RematPolicy
+from stack_train.nn.stack import RematPolicy, scan_layers
 from stack_train.vision.packed_patches import PATCHES, check_color, gather_table, project_patches
 from stack_train.vision.siglip import SiglipConfig, block_rules, cut_images
 from stack_train.vision.tower_block import Activation, TowerBlock, run_blocks
 
-__all__ = ["ClipVision", "ClipVisionConfig", "clip_vision_rules", "read_clip_vision", "write_clip_vision"]
+__all__ = [
+    "CLIP_VISION_NAMES",
+    "CLIP_VISION_SETTINGS",
+    "ClipVision",
+    "ClipVisionConfig",
+    "clip_vision_rules",
+    "read_clip_vision",
+    "write_clip_vision",
+]
 
 
 @config
@@ -95,6 +103,17 @@ class ClipVision(nnx.Module):
         x = self.first_norm(self._embedded(pixels))
         return self.norm(run_blocks(self.blocks, x, remat=self.remat)[:, :1])[:, 0]
 
+    def penultimate(self, pixels: UInt8[Array, "images side side channels"]) -> Float[Array, "images places embed"]:
+        """Returns the inputs of the last layer: the class token, then the patches row by row, in `dtype`."""
+
+        def run(block: TowerBlock, xs: tuple[Any, Any], _: None, __: None) -> tuple[tuple[Any, Any], None]:
+            return (block(xs[0]), xs[0]), None
+
+        x = self.first_norm(self._embedded(pixels))
+        options: dict[str, Any] = {"remat": self.remat, "unroll": False, "moves": False}
+        (_, before), _ = scan_layers(run, [self.blocks], (x, x), [None], per_row=None, **options)
+        return before
+
     def _embedded(self, pixels: jax.Array) -> Float[Array, "images places embed"]:
         config = self.config
         mean, std = (jnp.asarray(each, jnp.float32) for each in (config.mean, config.std))
@@ -104,7 +123,7 @@ class ClipVision(nnx.Module):
         return jnp.concatenate([first, x], axis=1) + gather_table(self.positions[...]).astype(x.dtype)
 
 
-_NAMES = {
+CLIP_VISION_NAMES: Final = {
     "class_token": "embeddings.class_embedding",
     "patches": "embeddings.patch_embedding.weight",
     "positions": "embeddings.position_embedding.weight",
@@ -114,15 +133,16 @@ _NAMES = {
     "norm/scale": "post_layernorm.weight",
     "norm/bias": "post_layernorm.bias",
 }
+"""Names of a tower's parameters outside of its layers in checkpoints."""
 
 
 def clip_vision_rules(config: ClipVisionConfig, *, parameter: str, tensor: str) -> list[WeightRule]:
     """Returns the locations of a tower's parameters; see `siglip_rules`."""
-    rules = [WeightRule(parameter + path, tensor + name) for path, name in _NAMES.items()]
+    rules = [WeightRule(parameter + path, tensor + name) for path, name in CLIP_VISION_NAMES.items()]
     return [*rules, *block_rules(config.layers, parameter=f"{parameter}blocks/", tensor=tensor)]
 
 
-_SETTINGS = (
+CLIP_VISION_SETTINGS = (
     Setting("embed", ("hidden_size",), 768),
     Setting("mlp", ("intermediate_size",), 3072),
     Setting("layers", ("num_hidden_layers",), 12),
@@ -133,11 +153,12 @@ _SETTINGS = (
     Setting("activation", ("hidden_act",), "quick_gelu"),
     Setting("norm_epsilon", ("layer_norm_eps",), 1e-5),
 )
+"""Settings of a tower in a `vision_config`."""
 
 
 def read_clip_vision(reader: Reader) -> dict[str, Any]:
     """Reads the fields of a `ClipVisionConfig` from a `vision_config`; adds unsupported settings to the problems."""
-    found = {each.ours: reader.get(*each.names, default=each.default) for each in _SETTINGS}
+    found = {each.ours: reader.get(*each.names, default=each.default) for each in CLIP_VISION_SETTINGS}
     if found["activation"] not in ("quick_gelu", "gelu"):
         reader.problems.append(f"hidden_act={found['activation']!r}, not 'quick_gelu' or 'gelu'")
     return found
@@ -145,4 +166,7 @@ def read_clip_vision(reader: Reader) -> dict[str, Any]:
 
 def write_clip_vision(config: ClipVisionConfig) -> dict[str, Any]:
     """Returns the `vision_config` of a tower."""
-    return {"model_type": "clip_vision_model", **{each.names[0]: getattr(config, each.ours) for each in _SETTINGS}}
+    return {
+        "model_type": "clip_vision_model",
+        **{each.names[0]: getattr(config, each.ours) for each in CLIP_VISION_SETTINGS},
+    }

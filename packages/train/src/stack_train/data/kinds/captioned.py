@@ -31,6 +31,7 @@ from stack_train.data.image_files import (
 )
 from stack_train.diffusion.denoiser import LimitsSize, VideosConfig
 from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoders
+from stack_train.diffusion.wan import FIRST_FRAME, IMAGE_FEATURES
 
 __all__ = [
     "ENCODERS",
@@ -174,6 +175,11 @@ def encoded_spec(settings: ImageSettings, model: Any) -> Shapes:
         shapes["pooled"] = jax.ShapeDtypeStruct((rows, model.pooled_dim), dtype)
     if getattr(model, "size_features", 0):
         shapes["sizes"] = jax.ShapeDtypeStruct((rows, 6), np.float32)
+    if isinstance(model, VideosConfig) and (extra := getattr(model, "extra_channels", 0)):
+        shapes[FIRST_FRAME] = jax.ShapeDtypeStruct((*shapes["images"].shape[:-1], extra), np.float32)
+        if (image_dim := getattr(model, "image_dim", None)) is not None:
+            tokens = getattr(model, "image_tokens", 0)
+            shapes[IMAGE_FEATURES] = jax.ShapeDtypeStruct((rows, tokens, image_dim), dtype)
     if drops_to_empty_prompt(model):
         shapes |= {f"negative_{name}": shapes[name] for name in ("text", "pooled") if name in shapes}
     return shapes

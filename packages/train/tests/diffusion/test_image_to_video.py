@@ -164,9 +164,12 @@ def test_each_of_two_denoisers_acts_in_its_part_of_the_timesteps(pair, tmp_path)
         np.testing.assert_allclose(
             opened.model(x, timesteps, condition), expected(x, timesteps, condition), atol=1e-5, err_msg=str(timestep)
         )
-    plain, same = latents_of(opened, None, guidance=3.0), latents_of(opened, None, guidance=3.0, low_noise_guidance=3.0)
+    guided = {"steps": 4, "guidance": 3.0}
+    plain, same, other = (
+        latents_of(opened, None, **guided, **low)
+        for low in ({}, {"low_noise_guidance": 3.0}, {"low_noise_guidance": 30.0})
+    )
     np.testing.assert_allclose(plain, same, atol=1e-6)
-    other = latents_of(opened, None, guidance=3.0, low_noise_guidance=1.5)
     assert np.abs(other - plain).max() > 1e-3
     save_pipeline(tmp_path / "again", open_pipeline(directory))
     for part in ("transformer", "transformer_2"):

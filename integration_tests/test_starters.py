@@ -5,11 +5,15 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import ClassVar
 
 import jsonschema
 import pytest
@@ -68,15 +72,21 @@ def test_every_starter_trains_a_step(folder):
 
 def test_preferences_and_tasks_are_in_the_format_of_the_chats(folder):
     """A chat model is asked through its template, so it must be aligned through it."""
-    asked = {name: [] for name in ("chats", "pairs", "tasks")}
+    asked = {name: set() for name in ("chats", "pairs", "tasks")}
     for name, prompts in asked.items():
         for record in map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()):
             (message,) = record["prompt"] if "prompt" in record else record["messages"][:1]
-            prompts.append(message)
+            prompts.add((message["role"], message["content"]))
     assert len(asked["pairs"]) >= 20 and len(asked["tasks"]) >= 10
-    messages = [message for prompts in asked.values() for message in prompts]
-    kinds = {(message["role"], message["content"].startswith("Which color is the ")) for message in messages}
-    assert kinds == {("user", True)}
+    assert asked["pairs"] | asked["tasks"] <= asked["chats"]
+
+
+def test_a_run_directory_in_place_of_a_config_is_answered_with_its_config(folder, capsys):
+    (folder / "runs/old").mkdir(parents=True)
+    (folder / "runs/old/config.yaml").write_text("output: runs/old")
+    with pytest.raises(SystemExit):
+        main(["train", "runs/old"])
+    assert "`stack train runs/old/config.yaml --resume` continues the run" in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten(folder, capsys):
@@ -134,6 +144,34 @@ def test_the_schema_is_written_for_an_editor(folder, capsys):
 def test_the_help_of_train_lists_the_keys_to_know_first(capsys):
     main(["train", "--help"])
     assert "optimizer.learning_rate: peak of the schedule" in " ".join(capsys.readouterr().out.split())
+
+
+class Starting(BaseHTTPRequestHandler):
+    """A server that is ready at the third request."""
+
+    answered: ClassVar[list[int]] = []
+
+    def do_GET(self):
+        self.answered.append(200 if len(self.answered) == 2 else 503)
+        self.send_response(self.answered[-1])
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_command_that_waits_for_the_server_waits_until_it_is_ready():
+    """With --output /dev/null, curl 7.88 ends with an error instead of trying again."""
+    (line,) = re.findall(r"^ {4}(curl .*)$", START.read_text(), re.MULTILINE)
+    with HTTPServer(("127.0.0.1", 0), Starting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = shlex.split(line.replace("8000", str(server.server_port)), comments=True)
+        status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        server.shutdown()
+    assert (status, Starting.answered) == (0, [503, 503, 200])
 
 
 @pytest.mark.slow

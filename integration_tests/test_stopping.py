@@ -139,7 +139,7 @@ def test_a_stopped_run_saves_and_can_be_resumed(command, tmp_path):
         _, messages = process.communicate(timeout=120)
         assert process.returncode == status, messages
         assert "Traceback" not in messages
-        assert ("Go on with --resume" in messages) is (status == 2)
+        assert ("Add --resume to continue" in messages) is (status == 2)
         before, stopped_at = stopped_at, int(newest_manifest(directory)[0])
         assert stopped_at >= before + 3
         more = ["--resume"]

@@ -174,10 +174,8 @@ def test_a_commands_own_help_is_its_docstring(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("bench", "opz"),
-            "Unknown name 'bench opz' among commands. Did you mean 'bench ops'? `stack bench --help` lists all.",
-        ),
+        (("bench", "opz"), "Unknown name 'bench opz' among commands. Did you mean 'bench ops'"),
+        (("bench", "opz"), "? `stack bench --help` lists all.\n"),
         (("bench", "ops", "some", "more", "x"), "Unexpected 'more', 'x': `stack bench ops` takes [OP] and options.\n"),
         (("bench", "ops", "--opp", "x"), "Run `stack bench ops --help`."),
         (("bench", "--opp"), "Run `stack bench --help`."),
@@ -213,6 +211,13 @@ def test_overrides_take_both_spellings():
 def test_malformed_overrides_are_refused(tokens):
     with pytest.raises(ConfigError):
         overrides_from(tokens)
+
+
+def test_files_of_an_expanded_pattern_are_refused_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b.md").touch()
+    with pytest.raises(ConfigError, match=r"'b.md'; .* The shell expands patterns: put them in quotes\.$"):
+        overrides_from(["--data.source", "a.md", "b.md"])
 
 
 def test_a_warning_of_a_command_is_one_line():

@@ -110,7 +110,8 @@ def overrides_from(tokens: Sequence[str]) -> list[str]:
     while remaining:
         token = remaining.pop(0)
         if not token.startswith("--"):
-            raise ConfigError(f"Unexpected argument {token!r}; overrides have the form --section.key VALUE.")
+            advice = " The shell expands patterns: put them in quotes." if Path(token).exists() else ""
+            raise ConfigError(f"Unexpected argument {token!r}; overrides have the form --section.key VALUE.{advice}")
         name, equals, value = token.removeprefix("--").partition("=")
         if not equals and not remaining:
             raise ConfigError(f"Override {token!r} has no value; write {token} VALUE.")

@@ -221,7 +221,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(config_of, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(run.TrainingLoop, "_finish", interrupt)
-    with pytest.raises(Interrupted, match=r"Stopped by Ctrl-C after step .* of 6; it is saved. Go on with --resume"):
+    with pytest.raises(
+        Interrupted, match=r"Stopped by Ctrl-C after step .* of 6; it is saved. Add --resume to continue"
+    ):
         run.train(config)
     with CheckpointStore(config_path(config) / "checkpoints") as store:
         assert store.latest() in (3, 4)

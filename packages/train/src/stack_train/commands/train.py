@@ -64,6 +64,11 @@ def train(
     numbers = None if hosts is None else HostRange.parse(hosts, "--hosts")
     named = {"cluster.hosts": numbers, "cluster.launcher": launcher}
     given = [f"{key}={value}" for key, value in named.items() if value is not None]
+    if (config / "config.yaml").is_file():
+        raise ConfigError(
+            f"{str(config)!r} is the directory of a run; expected a YAML file. `stack train {config}/config.yaml "
+            "--resume` continues the run, and run.init_from in another file starts a new run from it."
+        )
     mapping = apply_overrides(load_yaml(config), [*overrides_from(overrides), *given])
     if launcher is not None and not (isinstance(mapping["cluster"], dict) and mapping["cluster"].get("hosts")):
         raise ConfigError("--launcher acts only with several hosts. Set --hosts N, or leave it out.")

@@ -363,7 +363,8 @@ class TrainingLoop:
         self.store.wait()
         if stop.received is signal.SIGINT:
             raise Interrupted(
-                f"Stopped by Ctrl-C after step {step} of {self.of.config.run.steps}; it is saved. Go on with --resume."
+                f"Stopped by Ctrl-C after step {step} of {self.of.config.run.steps}; it is saved. "
+                "Add --resume to continue."
             )
         return self._summary(step, None, stopped_by=stop.received.name if stop.received else None)
 

@@ -27,7 +27,7 @@ class Begun:
 
     latents: Images
     mask: Float[Array, "batch height width 1"] | None
-    extra: Images | None
+    extra: Float[Array, "batch height width extra"] | None
 
 
 def sampling_table(sampler: SamplerConfig, objective: Denoises, tokens: int) -> Table:

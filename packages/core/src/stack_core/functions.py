@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stack_core.abi.errors import ConfigError
@@ -25,7 +26,10 @@ def import_function(address: Any, *, label: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{label} {address!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
+        remedy, file = "Correct it, or PYTHONPATH.", Path(*module.split(".")).with_suffix(".py")
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0] and file.is_file():
+            remedy = f"{file} is in the current directory: set PYTHONPATH=."
+        raise ConfigError(f"{label} {address!r} cannot be imported: {error}. {remedy}") from error
     if not callable(found):
         raise ConfigError(f"{label} {address!r} is a {type(found).__name__}; a function was expected.")
     return found

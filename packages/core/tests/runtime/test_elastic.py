@@ -75,7 +75,7 @@ def test_a_run_goes_on_with_one_of_two_hosts_and_takes_the_other_back(bench):
     assert placements(bench.events)[-3:] == [(0, 1), (0,), (0, 1)]
     struck = trajectory(bench.events)
     assert list(struck) == list(calm) == list(range(1, 25))
-    assert list(struck.values()) == pytest.approx(list(calm.values()), abs=1e-5)
+    assert list(struck.values()) == pytest.approx(list(calm.values()), rel=1e-5)
     [failure] = record.notes("failure")
     assert (failure["cause"], failure["failed_host"]) == ("lost host", 1)
     assert [size["hosts"] for size in _status(record)["sizes"]][-3:] == [2, 1, 2]
@@ -133,7 +133,7 @@ def test_ten_random_kills_over_one_to_three_hosts(bench):
     struck = trajectory(bench.events)
     assert blows.left == 0 and len(record.notes("failure")) == 10
     assert list(struck) == list(range(1, 201))
-    assert list(struck.values()) == pytest.approx(list(calm.values()), abs=1e-5)
+    assert list(struck.values()) == pytest.approx(list(calm.values()), rel=1e-5)
     sizes = {len(hosts) for hosts in placements(bench.events)}
     assert 3 in sizes and len(sizes) > 1 and record.notes("resized")
     bench.wait_until_gone()

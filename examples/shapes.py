@@ -1,4 +1,4 @@
-"""Writes the data of examples/shapes.yaml and examples/captions.yaml: pictures of colored shapes, and a tokenizer.
+"""Writes the data of examples/shapes*.yaml and examples/captions.yaml: pictures of colored shapes, and a tokenizer.
 
     python examples/shapes.py [DIRECTORY] [PICTURES]
 

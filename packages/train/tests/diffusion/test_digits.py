@@ -16,7 +16,7 @@ from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.commands.sample import sample
 from stack_train.data.kinds.digits import digits
 from stack_train.diffusion.samplers import SamplerConfig
-from stack_train.diffusion.sampling import open_run
+from stack_train.diffusion.sampling import ImageSampler, open_run
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.program import build_program
 from stack_train.run.train import train
@@ -76,9 +76,24 @@ def test_the_command_writes_a_grid_and_the_report_shows_it(run, tmp_path, capsys
     assert "step-2" in report and "data:image/png;base64," in report and "img-src data:" in report
 
 
+def test_columns_alternate_between_labels_and_more_of_them_go_row_by_row(run, tmp_path, monkeypatch):
+    asked = []
+    images = ImageSampler.images
+
+    def recorded(self, labels, config, **options):
+        asked.append(labels)
+        return images(self, labels, config, **options)
+
+    monkeypatch.setattr(ImageSampler, "images", recorded)
+    sample(run.output, label=(3, 5), grid="2x4", out=tmp_path / "grid.png", steps=1)
+    sample(run.output, label=(3, 5, 7, 9), grid="2x2", out=tmp_path / "grid.png", steps=1)
+    assert asked == [[3, 5, 3, 5] * 2, [3, 5, 7, 9]]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"label": (3, 5, 7), "grid": "1x2"}, ConfigError, "--label is given 3 times, but --grid has 2 images"),
         ({"label": (10,)}, GenerationError, r"labels 0 to 9, not 10"),
         ({"grid": "8"}, ConfigError, "expected rows x columns"),
         ({"steps": 0}, ConfigError, "sampler.steps"),

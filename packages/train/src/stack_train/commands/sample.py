@@ -1,7 +1,8 @@
 """`stack sample`: sampling of images and videos from a diffusion or flow model."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -15,6 +16,8 @@ from stack_train.diffusion.sampler_names import SamplerName, Spacing
 from stack_train.panels.run_report import write_report
 
 __all__ = ["sample"]
+
+T = TypeVar("T")
 
 
 def sample(  # noqa: PLR0913, each parameter is an option of the command
@@ -52,9 +55,10 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
 
     Args:
       model: directory of a run with the objective flow_matching, epsilon or v, or hf:DIR, a diffusers directory.
-      prompt: text prompt of the images; may be repeated, and the columns then alternate between the prompts.
+      prompt: text prompt of the images; may be repeated, and the columns then alternate between the prompts. More
+        prompts than columns fill the grid row by row.
       negative_prompt: prompt for the unwanted contents of the images; acts through guidance.
-      label: class label of the images; may be repeated, and the columns then alternate. By default all labels.
+      label: class label of the images; may be repeated, as prompts. By default all labels.
       image: file of the initial image, or of the first frame of a video, which must have the size of the images unless
         --size resizes both.
       mask: image file, white in the areas to repaint and black in the areas to keep.
@@ -85,6 +89,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     """
     model = local_address(model)
     rows, columns = _sizes(grid or (f"1x{len(prompt)}" if prompt else "8x8"))
+    _check_count(prompt or label, rows * columns, "--prompt" if prompt else "--label")
     pixels = None if size is None else _pixels(size)
     influence = control_scale, control_start, control_end
     _check_options(prompt, label, image, mask, control, influence)
@@ -116,7 +121,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     places = range(rows * columns)
     _check_label(label, opened)
     if prompt or opened.encoders is not None:
-        prompts = [prompt[place % columns % len(prompt)] if prompt else "" for place in places]
+        prompts = [_in_turn(prompt or ("",), place, columns) for place in places]
         negative = None if negative_prompt is None else [negative_prompt] * len(prompts)
         images = opened.images_of(
             prompts,
@@ -130,7 +135,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     else:
         _check_unprompted(embedded_guidance, negative_prompt, start)
         labels = label or tuple(range(opened.config.classes)) or (0,)
-        turns = [labels[place % columns % len(labels)] for place in places]
+        turns = [_in_turn(labels, place, columns) for place in places]
         images = opened.images(turns, config, seed=seed)
     _write(images, columns, path, fps)
     if out is None and opened.step is not None:
@@ -200,6 +205,16 @@ def _write(images: Any, columns: int, path: Path, fps: float) -> None:
         frames = [tiled(images[:, frame], columns) for frame in range(images.shape[1])]
         write_video(np.stack(frames), path, rate=fps)
     print(path)
+
+
+def _in_turn(values: Sequence[T], place: int, columns: int) -> T:
+    """Returns the value of a place of the grid: columns alternate, and more values than columns go row by row."""
+    return values[(place % columns if len(values) <= columns else place) % len(values)]
+
+
+def _check_count(values: Sequence[Any], places: int, option: str) -> None:
+    if len(values) > places:
+        raise ConfigError(f"{option} is given {len(values)} times, but --grid has {places} images. Enlarge the grid.")
 
 
 def _sizes(grid: str) -> tuple[int, int]:

@@ -1,0 +1,97 @@
+"""Encoders for examples/shapes_unet.yaml: random text encoders, and an autoencoder of pixels.
+
+    python examples/encoders.py [DIRECTORY]
+
+writes a directory of diffusers like Stable Diffusion XL's, without a denoiser. Text encoders with random weights
+distinguish a dozen captions. The autoencoder needs no training: its latents are the pixels. Real images need a
+published directory in its place.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.diffusion import autoencoder_kl, clip
+from stack_train.diffusion.pipeline import Encoders, save_encoders
+from stack_train.diffusion.pipeline_classes import PIPELINES
+from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders
+
+WORDS = ["<pad>", "<end>", "a", "red", "green", "blue", "yellow", "square", "circle", "triangle"]
+WIDTH, TOKENS, SIDE = 32, 6, 16
+LARGE = 100.0
+FLOATS: dict[str, Any] = {"dtype": "float32", "param_dtype": "float32"}
+
+
+def main() -> None:
+    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/encoders")
+    if not directory.exists():
+        save_encoders(directory, encoders(directory))
+
+
+def encoders(directory: Path) -> Encoders:
+    """Returns an autoencoder of pixels and two random text encoders."""
+    (pipeline,) = [each for each in PIPELINES if each.name == "StableDiffusionXLPipeline"]
+    tokenizer, text = word_tokenizer(), {}
+    for number, (folder, (component, _)) in enumerate(pipeline.text.items()):
+        model = component.family.build(text_config(component), key=jax.random.key(number))
+        text[folder] = TextEncoder(model, PromptTokenizer(tokenizer, folder, TOKENS, WORDS.index("<pad>")))
+    return Encoders(directory, image_autoencoder(), TextEncoders(text, pipeline.condition, pipeline.clean), pipeline)
+
+
+def text_config(component: Any) -> clip.ClipTextConfig:
+    """Returns the config of a CLIP text encoder of one layer."""
+    sizes = {"embed": WIDTH, "mlp": WIDTH, "layers": 1, "heads": 2, "max_positions": TOKENS, "projection": WIDTH}
+    own = {"projects": component is clip.PROJECTED, "end": WORDS.index("<end>"), "initializer_std": 0.3}
+    return clip.ClipTextConfig(vocab_size=len(WORDS), **sizes, **own, **FLOATS)
+
+
+def word_tokenizer() -> HuggingFaceTokenizer:
+    """Returns a tokenizer whose tokens are the words of the captions."""
+    built = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<pad>"))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    built.add_special_tokens(WORDS[:2])
+    built.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 1)])
+    names = b'{"eos_token": "<end>", "pad_token": "<pad>"}'
+    return HuggingFaceTokenizer({"tokenizer.json": built.to_str().encode(), "tokenizer_config.json": names}, "words")
+
+
+def image_autoencoder() -> Any:
+    """Returns an autoencoder of colored pictures."""
+    sizes: dict[str, Any] = {"image_size": SIDE, "channels": 3, "latent_channels": 3, "widths": (8,)}
+    options: dict[str, Any] = {"groups": 1, "attends": False, "quantizes": False, "blocks_per_level": 1}
+    scale: dict[str, Any] = {"shift_factor": -0.7, "scaling_factor": 2.0}  # mean and deviation of the pictures
+    config = autoencoder_kl.AutoencoderKlConfig(**sizes, **options, **scale, **FLOATS)
+    model = nnx.eval_shape(lambda: autoencoder_kl.FAMILY.build(config, key=jax.random.key(0)))
+    nnx.update(model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), nnx.state(model)))
+    return copying(model)
+
+
+def copying(model: Any) -> Any:
+    """Sets the weights of an autoencoder of zeros to copy pixels, up to 0.02%.
+
+    Residual blocks stay 0. The first layer writes v and -v of each channel, and two large constants b and -b, which the
+    norm divides by about b. The last layer computes silu(x) - silu(-x) = x.
+    """
+    channels = model.config.channels
+    signs = np.kron(np.eye(channels), [1.0, -1.0])  # [channels, 2 channels]
+    for half in (model.encoder, model.decoder):
+        leaves = half.conv_in.kernel, half.conv_in.bias, half.conv_out.kernel
+        first, bias, last = values = [np.array(leaf[...]) for leaf in leaves]
+        first[1, 1, :channels, : 2 * channels] = signs  # of the middle pixel
+        last[1, 1, : 2 * channels, :channels] = LARGE / (channels + 1) ** 0.5 * signs.T
+        bias[-2:] = LARGE, -LARGE
+        for leaf, value in zip(leaves, values, strict=True):
+            leaf[...] = jnp.asarray(value)
+        half.conv_norm_out.scale[...] = jnp.ones_like(half.conv_norm_out.scale[...])
+    return model
+
+
+if __name__ == "__main__":
+    main()

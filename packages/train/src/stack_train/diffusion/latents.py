@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Key
 
 from stack_core.abi.errors import ConfigError
@@ -48,7 +47,7 @@ def sample_latents(
     sampler: SamplerConfig,
     table: Table,
     begun: Begun | None = None,
-    control_scales: Float[np.ndarray, " rows"] | None = None,
+    control_scales: Float[Array, " rows"] | None = None,
     key: jax.Array,
 ) -> Images:
     """Samples images or latents with a denoiser; inside `use_mesh`, devices split the images and the denoiser.

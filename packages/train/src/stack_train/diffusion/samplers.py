@@ -453,7 +453,7 @@ def sample(
     keys: Key[Array, " images"],
     start: Images | None = None,
     inpainting: Inpainting | None = None,
-    control_scales: Float[np.ndarray, " rows"] | None = None,
+    control_scales: Float[Array, " rows"] | None = None,
 ) -> Images:
     """Runs a sampler from noise to images.
 

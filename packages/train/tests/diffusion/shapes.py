@@ -134,13 +134,16 @@ def encoders(directory, autoencoder, *, width=32, tokens=6, name="FluxPipeline")
     return Encoders(directory, autoencoder, text, pipeline, image)
 
 
-class Reader:
-    """Reads colour and shape of images, by support vector machines that were trained on drawn ones."""
+def drawn_of_each_pair(count, *, seed=1):
+    """The pairs, `count` times each, and an image of each entry."""
+    rng, shown = np.random.default_rng(seed), [pair for pair in pairs() for _ in range(count)]
+    return shown, np.stack([drawn(*pair, rng) for pair in shown])
 
-    def __init__(self, *, seed=1, each=40):
-        rng = np.random.default_rng(seed)
-        shown = [pair for pair in pairs() for _ in range(each)]
-        images = np.stack([drawn(*pair, rng) for pair in shown])
+
+class Reader:
+    """Reads colour and shape of images, by support vector machines that were trained on images of known pairs."""
+
+    def __init__(self, shown, images):
         self._colour = SVC().fit(self._mean_colours(images), [colour for colour, _ in shown])
         self._shape = SVC(C=10.0).fit(self._outlines(images), [shape for _, shape in shown])
 

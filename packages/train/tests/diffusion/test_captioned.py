@@ -342,7 +342,7 @@ def test_shapes_and_colours_of_captions_that_no_image_had(tmp_path):
     )
     train(config)
     FORMAT.export_run(tmp_path / "run", tmp_path / "pipeline")
-    read = shapes.Reader()
+    read = shapes.Reader(*shapes.drawn_of_each_pair(40))
     asked = [pair for pair in shapes.HELD_OUT for _ in range(20)]
     opened = open_images(f"hf:{tmp_path / 'pipeline'}")
     images = opened.images_of([shapes.caption(*pair) for pair in asked], SamplerConfig(steps=20, guidance=2.0))

@@ -148,7 +148,7 @@ class Hosts:
             elif now_s - began_s > self._config.start_s:
                 raise self._absence(missing, self._config.start_s)
             else:
-                enough_s = None  # one of them was lost again
+                enough_s = None  # a host was lost again
             deferred += self.poll(_TURN_S)
         self._told = deferred + self._told
         return missing

@@ -40,7 +40,7 @@ class HeadWeights:
         return tuple(leaf for leaf, wanted in zip(jax.tree.leaves(params), self._is_read, strict=True) if wanted)
 
     def restored(self, arrays: tuple[Any, ...]) -> Any:
-        """Returns parameters with these arrays, and with zeros in the place of all others; called while tracing."""
+        """Returns all parameters, with zeros for the arrays that are not read. Called while tracing."""
         rest = iter(arrays)
         leaves = [
             next(rest) if wanted else jnp.zeros(*shape)

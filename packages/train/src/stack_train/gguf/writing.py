@@ -16,7 +16,7 @@ from stack_train.models.weight_map import WeightRule
 
 __all__ = ["Tensor", "add_setting", "tensors_of", "write_tensors"]
 
-# As in llama.cpp, of rows that do not divide into blocks of 256.
+# Types of rows that do not divide into blocks of 256, as in llama.cpp.
 _IN_BLOCKS_OF_32 = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 

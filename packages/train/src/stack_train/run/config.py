@@ -142,7 +142,7 @@ def saved_config(directory: RunDirectory) -> dict[str, Any]:
         mapping = parse_yaml(text, str(directory.config))
     except ConfigError as error:
         raise _damaged(directory, str(error)) from error
-    # A run writes every key, so one that has no default is missing only in a truncated file.
+    # A run writes all keys, so the file was truncated if a required one is missing.
     if "model" not in mapping:
         raise _damaged(directory, f"{str(directory.config)!r} has no key 'model', which the run wrote.")
     return with_current_keys(RunConfig, mapping)

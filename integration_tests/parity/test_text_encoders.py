@@ -23,19 +23,13 @@ from stack_train.diffusion.samplers import SamplerConfig, levels_of, sample, tab
 from stack_train.diffusion.sampling import open_images
 from stack_train.diffusion.starts import Start
 
+from .test_diffusers import drawn
+from .test_wan import UNIPC, autoencoder
+
 pytestmark = pytest.mark.parity
 
 TOLERANCE = 1e-4
 WORDS = ["a", "red", "blue", "circle", "square", "of", "the", "sea"]
-
-
-def drawn(model):
-    """The model with every parameter drawn anew, so that none is 0 or 1 and could go missing unnoticed."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2)
-    return model.eval()
 
 
 def of_clip(activation="quick_gelu", end=2, vocab=99):
@@ -481,14 +475,6 @@ def test_stable_diffusion_3_makes_the_images_of_diffusers_and_is_opened_there_ag
 
 
 def wan_pipeline(tokenizers_of, scheduler):
-    vae = diffusers.AutoencoderKLWan(
-        base_dim=4,
-        z_dim=3,
-        dim_mult=[1, 2, 2, 2],
-        num_res_blocks=1,
-        latents_mean=[0.3, -0.2, 0.1],
-        latents_std=[2.0, 0.5, 1.5],
-    )
     transformer = diffusers.WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=14,
@@ -502,15 +488,12 @@ def wan_pipeline(tokenizers_of, scheduler):
     return diffusers.WanPipeline(
         tokenizer=transformers.AutoTokenizer.from_pretrained(tokenizers_of / "t5", model_max_length=9),
         text_encoder=drawn(of_umt5()[1]),
-        vae=drawn(vae),
+        vae=drawn(autoencoder()),
         scheduler=scheduler,
         transformer=drawn(transformer),
     )
 
 
-UNIPC = diffusers.UniPCMultistepScheduler(
-    prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
-)
 WAN = {
     "unipc": (UNIPC, {"guidance_scale": 3.0}),
     "unipc_negative": (UNIPC, {"guidance_scale": 2.0, "negative_prompt": "a  blue &amp;amp; sea"}),

@@ -32,6 +32,15 @@ WORDS = ("a", "red", "circle")
 # Latents of 3 channels, whose first frame adds a mask of 4 channels and 3 channels of latents.
 IMAGE = {"in_channels": 10}
 FEATURES = {"image_dim": 10, "added_kv_proj_dim": 28}
+UNIPC = diffusers.UniPCMultistepScheduler(
+    prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
+)
+
+
+def autoencoder():
+    means, deviations = [0.3, -0.2, 0.1], [2.0, 0.5, 1.5]
+    sizes = {"base_dim": 4, "z_dim": 3, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+    return diffusers.AutoencoderKLWan(**sizes, latents_mean=means, latents_std=deviations)
 
 
 def denoiser(std=0.2, **settings):
@@ -108,19 +117,8 @@ def tokenizer(tmp_path_factory):
 def parts_of(tokenizer):
     """Returns the parts that all pipelines have."""
     text = transformers.UMT5Config(vocab_size=19, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=6)
-    vae = diffusers.AutoencoderKLWan(
-        base_dim=4,
-        z_dim=3,
-        dim_mult=[1, 2, 2, 2],
-        num_res_blocks=1,
-        latents_mean=[0.3, -0.2, 0.1],
-        latents_std=[2.0, 0.5, 1.5],
-    )
-    scheduler = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
-    )
     encoder = drawn(transformers.UMT5EncoderModel(text))
-    return {"tokenizer": tokenizer, "text_encoder": encoder, "vae": drawn(vae), "scheduler": scheduler}
+    return {"tokenizer": tokenizer, "text_encoder": encoder, "vae": drawn(autoencoder()), "scheduler": UNIPC}
 
 
 def image_encoder():

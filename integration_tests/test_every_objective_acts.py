@@ -33,7 +33,7 @@ TOWER = {"embed": 8, "heads": 2, "mlp": 8, "layers": 1}
 TOWERS = {"name": "siglip", "vision": {**TOWER, "image_size": 8, "patch": 4}}
 TOWERS |= {"text": {**TOWER, "vocab_size": 8, "max_positions": 4}}
 
-SIZES = {"batch_size": 2, "seq_tokens": 8}
+SIZES = {"batch_size": 4, "seq_tokens": 8}
 TEXT = {"name": "text", "source": "text:none", "vocab_size": 61, **SIZES}
 PAIRS = {"name": "preferences", "source": "none", **SIZES}
 JUDGED = {"name": "judged", "source": "none", **SIZES}
@@ -183,3 +183,26 @@ def test_a_setting_of_rollouts_that_another_turns_off_is_refused(setting, proble
     config = parse(RunConfig, {"output": "none", "model": DECODER, **sections})
     with pytest.raises(ConfigError, match=problem):
         config.batches.check(config.model)
+
+
+ADAPTED = {"lora": {"lora": {"rules": {"path": ".*", "rank": 2}}}, "qat": {"quant": {"rules": "w4", "method": "qat"}}}
+
+
+@pytest.mark.parametrize("transform", ADAPTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("dpo", "diffusion_dpo") else pytest.mark.slow)
+        for name in registries.objectives.names()
+        if name not in OF_RUNS
+    ],
+)
+def test_every_objective_trains_adapters_and_quantized_weights(name, transform):
+    model, data = RUNS.get(name, (DECODER, ROLLOUTS))
+    model = DECODER if model is MIXTURE else model  # whose indexers adapters would freeze
+    fields = {field.name for field in dataclasses.fields(registries.objectives[name])}
+    objective = {"name": name, **{field: value for field, value in NEEDED.items() if field in fields}}
+    sections = {"model": model, "data": data, "objective": objective, **ADAPTED[transform]}
+    config = parse(RunConfig, {"output": "none", **sections})
+    program = build_program(config)
+    jax.eval_shape(program.step, program.abstract_state, config.batches.spec(config.model))

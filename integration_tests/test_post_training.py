@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+import stack_train
 from stack_core.abi.config import apply_overrides, parse
 from stack_core.abi.errors import DataError
 from stack_quant import quantize
@@ -112,6 +113,7 @@ def test_dpo_raises_the_margin_of_held_out_pairs_and_resumes_bitwise(base, templ
 
     result = quantize(tmp_path / "whole", "w8a8", algorithm="nearest")
     assert result.targets == 8 and result.loss_after == pytest.approx(result.loss_before, rel=0.1)
+    assert stack_train.load(result.destination).generate("red", max_tokens=2)
     for number in range(40):
         (tmp_path / f"note{number}.txt").write_text(f"red or blue, up or down, and {number} more. " * 40)
     options = {"data": f"text:{tmp_path}/note*.txt", "algorithm": "nearest", "evaluation_batches": 0}

@@ -190,4 +190,5 @@ def _loss(result: Any) -> str:
     if result.loss_before is None:
         return "not measured: there is no held-out data, or --evaluation-batches is 0"
     change = result.loss_after / result.loss_before - 1
-    return f"{result.loss_before:.4f} before, {result.loss_after:.4f} after ({change:+.2%}), {result.targets:,} tokens"
+    losses = f"{result.loss_before:.4f} before, {result.loss_after:.4f} after ({change:+.2%})"
+    return f"{losses}, over {result.targets:,} targets"

@@ -1,11 +1,11 @@
 """Optional abilities of data and of its sources, which a plugin's classes may have as well."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from stack_core.abi.data import DataSource, Shapes
 
-__all__ = ["BuildsAtOnce", "SplitsIntoParts", "VariesShapes"]
+__all__ = ["BuildsAtOnce", "ReshapesBatches", "SplitsIntoParts", "VariesShapes"]
 
 
 @runtime_checkable
@@ -20,6 +20,15 @@ class BuildsAtOnce(Protocol):
 
     @property
     def is_ready(self) -> bool: ...
+
+
+@runtime_checkable
+class ReshapesBatches(Protocol):
+    """A `DataConfig` whose objectives reshape a batch before they call the model, such as pairs of answers."""
+
+    def call_spec(self, model: Any) -> Shapes:
+        """Returns the shapes and dtypes of a batch in the form that the model is called with."""
+        ...
 
 
 @runtime_checkable

@@ -5,6 +5,7 @@ from typing import Any
 
 from stack_core.abi.config import differences, to_mapping
 from stack_core.abi.plugins import registries
+from stack_train.data.abilities import ReshapesBatches
 from stack_train.run.config import RunConfig
 from stack_train.transform import Transforms
 
@@ -18,7 +19,8 @@ def transform_names(config: RunConfig) -> tuple[str, ...]:
 
 def transform_of(config: RunConfig) -> Transforms:
     """Builds the transforms of a run's model from its config sections."""
-    shapes = config.batches.spec(config.model)
+    data = config.batches
+    shapes = data.call_spec(config.model) if isinstance(data, ReshapesBatches) else data.spec(config.model)
     return Transforms(
         tuple(registries.transforms[name](config.sections[name], shapes) for name in transform_names(config))
     )

@@ -56,12 +56,15 @@ class ImagePairsData(ImageSettings):
         return "pairs", self.batch_size
 
     def spec(self, model: Any) -> Shapes:
-        if self.pipeline is None:
-            shapes = self.shapes(model.image_size, model.channels, labelled=model.classes > 0)
-        else:
-            shapes = encoded_spec(self, model)
+        shapes = self.call_spec(model)
         rows, *size = shapes["images"].shape
         return {**shapes, "images": jax.ShapeDtypeStruct((rows, 2, *size), np.float32)}
+
+    def call_spec(self, model: Any) -> Shapes:
+        """Returns the shapes of one image of each pair: float32[batch, height, width, channels]."""
+        if self.pipeline is None:
+            return self.shapes(model.image_size, model.channels, labelled=model.classes > 0)
+        return encoded_spec(self, model)
 
     def check(self, model: Any) -> None:
         family = model.name

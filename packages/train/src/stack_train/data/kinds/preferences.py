@@ -64,6 +64,10 @@ class AnswersData:
         logprobs = {"reference_logprobs": jax.ShapeDtypeStruct((self.batch_size, 2), np.float32)}
         return dict.fromkeys(_NAMES, answers) | (logprobs if self.reference else {})
 
+    def call_spec(self, model: Any) -> Shapes:
+        """Returns the shapes of the answers as rows: int32[2 * batch, seq_tokens]."""
+        return dict.fromkeys(_NAMES, jax.ShapeDtypeStruct((2 * self.batch_size, self.seq_tokens), np.int32))
+
     def check(self, model: Any) -> None:
         check_positions(self.seq_tokens, model)
 

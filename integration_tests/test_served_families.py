@@ -185,7 +185,7 @@ FAMILIES = {
     },
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states, shared keys and quantized weights.
-DEFAULT = {"gemma4": "float", "gpt_oss": "w8a8", "deepseek_v3": "float", "deepseek_v32": "float", "qwen3_next": "float"}
+DEFAULT = {"gemma4": "float", "gpt_oss": "w8a8", "deepseek_v32": "float", "qwen3_next": "float"}
 CASES = [
     pytest.param(family, rules, marks=[] if DEFAULT.get(family) == rules else pytest.mark.slow)
     for family in FAMILIES

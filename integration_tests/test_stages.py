@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-FEW = ("codes", "qat", "qt", "dpo")
-MORE = ("floats", "dora", "nf4", "experts", "kto", "reward_model")
+FEW = ("qat", "dpo")
+MORE = ("codes", "qt", "floats", "dora", "nf4", "experts", "kto", "reward_model")
 SLOW = [pytest.param(cases, marks=pytest.mark.slow) for cases in (MORE, ("resume",))]
 
 

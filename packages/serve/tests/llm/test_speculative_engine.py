@@ -110,7 +110,7 @@ def random_request(name: str, choose: random.Random) -> GenerationRequest:
     return request_of(name, "abcabcab" * choose.randrange(1, 4) + choose.choice("abc"), **sampling)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_answers_are_the_same_with_drafts(plain: LLMEngine, engine: LLMEngine, seed: int) -> None:
     choose = random.Random(seed)
     preempted = engine.stats().preemptions

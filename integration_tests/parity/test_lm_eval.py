@@ -1,4 +1,7 @@
-"""The Language Model Evaluation Harness against `stack serve`, and what it measures against the model in PyTorch."""
+"""The Language Model Evaluation Harness, and what it measures against the model in PyTorch.
+
+It calls `stack serve` by its own command and by `stack evaluate`, which also runs it on a model in its process.
+"""
 
 import json
 import os
@@ -20,7 +23,7 @@ TOLERANCE = 1e-4
 DOCUMENTS = [
     {"question": "abc", "choices": [" de", " feed a bee", " b"], "answer": 0},
     {"question": "A deaf cab", "choices": [" faced", "!", " ab\u00e7"], "answer": 1},
-    {"question": "deaf", "choices": ["OOO", "OO!", " b"], "answer": 0},  # the model's own, and two others
+    {"question": "deaf", "choices": ["|", "|!", " b"], "answer": 0},  # the model's own, and two others
     {"question": "1 + 1 =", "choices": ["2", "eleven", "10"], "answer": 2},
 ]
 UNTIL = ["\n", "b"]
@@ -50,8 +53,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def samples(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module", params=["lm_eval", "stack evaluate URL", "stack evaluate DIR"])
+def samples(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, list[dict[str, Any]]]:
     """What the harness logs of each task, a document each."""
     folder = tmp_path_factory.mktemp("lm-eval")
     documents = folder / "documents.jsonl"
@@ -59,16 +64,22 @@ def samples(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     for name, task in TASKS.items():
         settings = {"task": name, "dataset_kwargs": {"data_files": {"test": str(documents)}}, **OF_BOTH, **task}
         (folder / f"{name}.yaml").write_text(json.dumps(settings))  # JSON is YAML
-    server = Served(directory, "--max-sequences", "4", "--step-tokens", "32", "--api-key", KEY)
-    try:
-        evaluate(server, directory, folder)
-    finally:
-        errors = server.stop()
-    assert "Traceback" not in errors
+    if request.param == "stack evaluate DIR":
+        run_harness("stack_core", "evaluate", directory, folder=folder)
+    else:
+        server = Served(directory, "--max-sequences", "4", "--step-tokens", "32", "--api-key", KEY)
+        try:
+            if request.param == "lm_eval":
+                run_harness("lm_eval", *arguments_of(server, directory), "--log_samples", folder=folder)
+            else:
+                run_harness("stack_core", "evaluate", server.address, "--tokenizer", directory, folder=folder)
+        finally:
+            errors = server.stop()
+        assert "Traceback" not in errors
     return {name: logged(folder / "results", name) for name in TASKS}
 
 
-def evaluate(server: Served, directory: Path, folder: Path) -> None:
+def arguments_of(server: Served, directory: Path) -> list[str]:
     model = {
         "model": server.model,
         "base_url": f"{server.address}/v1/completions",
@@ -76,19 +87,24 @@ def evaluate(server: Served, directory: Path, folder: Path) -> None:
         "tokenizer_backend": "huggingface",
         "num_concurrent": 4,
         "max_length": 512,
+        "add_bos_token": True,
     }
-    options = {
-        "model": "local-completions",
-        "model_args": ",".join(f"{name}={value}" for name, value in model.items()),
-        "tasks": ",".join(TASKS),
-        "include_path": folder,
-        "output_path": folder / "results",
-    }
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [
+        "--model",
+        "local-completions",
+        "--model_args",
+        ",".join(f"{name}={value}" for name, value in model.items()),
+    ]
+
+
+def run_harness(module: str, *arguments: Any, folder: Path) -> None:
+    include, output = ("--include", "--output") if module == "stack_core" else ("--include_path", "--output_path")
+    command = [sys.executable, "-m", module, *map(str, arguments), "--tasks", ",".join(TASKS)]
+    command += [include, str(folder), output, str(folder / "results")]
     environ = {**os.environ, "OPENAI_API_KEY": KEY, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "lm_eval", *arguments, "--log_samples"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "choices" in done.stdout and "texts" in done.stdout
 
 
 def logged(results: Path, task: str) -> list[dict[str, Any]]:
@@ -121,8 +137,7 @@ def test_log_likelihoods_of_continuations(samples, torch_model, tokenizer):
 
 def likelihood(torch_model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
     """The sum of the log-probabilities of a continuation's tokens, and whether each is the most likely one."""
-    given = tokenizer(context, add_special_tokens=False).input_ids
-    tokens = tokenizer(context + continuation, add_special_tokens=False).input_ids
+    given, tokens = tokenizer(context).input_ids, tokenizer(context + continuation).input_ids
     with torch.no_grad():
         rows = torch.log_softmax(torch_model(torch.tensor([tokens])).logits[0, len(given) - 1 : -1], dim=-1)
     chosen = torch.tensor(tokens[len(given) :])
@@ -132,7 +147,7 @@ def likelihood(torch_model: Any, tokenizer: Any, context: str, continuation: str
 def test_greedy_texts_up_to_a_stop(samples, torch_model, tokenizer):
     texts = []
     for document, sample in zip(DOCUMENTS, samples["texts"], strict=True):
-        prompt = tokenizer(document["question"], add_special_tokens=False, return_tensors="pt").input_ids
+        prompt = tokenizer(document["question"], return_tensors="pt").input_ids
         tokens = torch_model.generate(prompt, max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=1)
         text = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
         for stop in UNTIL:

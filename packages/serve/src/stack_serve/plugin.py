@@ -28,6 +28,7 @@ def stack_register_commands(registry: Registrar) -> None:
     registry.add("bundle ls", "stack_serve.commands.bundle:ls", help="List the bundles in a directory tree.")
     registry.add("bundle verify", "stack_serve.commands.bundle:verify", help="Verify a bundle and replay its examples.")
     registry.add("chat", "stack_serve.commands.chat:chat", help="Chat with a model in the terminal.", huge_pages=True)
+    registry.add("evaluate", "stack_serve.commands.evaluate:evaluate", help="Evaluate a language model on benchmarks.")
     registry.add("export", "stack_serve.commands.export:export", help="Export a model as a bundle.")
     registry.add(
         "serve",

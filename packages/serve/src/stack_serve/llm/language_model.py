@@ -132,6 +132,11 @@ class LLM:
         # The callback is bound to the engine: a reference to `self` would keep this object alive for ever.
         self._close = weakref.finalize(self, self._engine.close)
 
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of a prompt and its continuation together."""
+        return self._engine.limits.max_tokens
+
     def warm_up(self) -> None:
         """Compiles every program that generation may need."""
         self._engine.warm_up()

@@ -373,7 +373,7 @@ def dist(session: nox.Session) -> None:
     )
     session.run("cyclonedx-py", "environment", python, f"--output-file={folder}/sbom.cdx.json")
     # Names of our own packages are never looked up in an index.
-    listed = session.run("uv", "pip", "freeze", f"--python={python}", silent=True, external=True) or ""
+    listed = session.run("uv", "pip", "freeze", "--quiet", f"--python={python}", silent=True, external=True) or ""
     pins.write_text("\n".join(line for line in listed.splitlines() if not line.startswith("stack-")))
     session.run("python", "tools/release.py", "audit", str(pins), str(folder / "advisories.json"))
 

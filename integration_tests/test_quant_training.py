@@ -1,5 +1,6 @@
 """Runs with a `quant:` section: what they resume, what they write down, and what is refused."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -101,14 +102,20 @@ FP8 = {"weights": "fp8_e4m3", "activations": "fp8_e4m3", "gradients": "fp8_e5m2"
 BYTES = {"weights": "int8", "activations": "int8", "gradients": "int8"}
 
 
-def compiled_step(types, target, tmp_path):
+SIZES = {"vocab_size": 512, "layers": 2, "embed": 128, "heads": 4, "mlp": 256, "dtype": "bfloat16"}
+MIXTURE = {"name": "qwen3_moe", **SIZES, "kv_heads": 2, "head_dim": 32, "expert_mlp": 256, "experts": 8}
+MIXTURE |= {"active_experts": 2}
+EXPERTS = "feed_forward/expert_(gate|up|down)"  # not the router, which stays in float32
+
+
+def compiled_step(types, target, tmp_path, path=".*(attention|feed_forward).*", **sections):
     """The report of a step whose layers train in 8 bits, on four devices that share the parameters."""
-    sizes = {"vocab_size": 512, "layers": 2, "embed": 128, "heads": 4, "mlp": 256, "dtype": "bfloat16"}
     mapping = {
         "output": str(tmp_path / "run"),
-        "model": {"name": "llama", **sizes},
+        "model": {"name": "llama", **SIZES},
         "data": {"seq_tokens": 128, "batch_size": 8},
-        "quant": {"method": "qt", "rules": [{"path": ".*(attention|feed_forward).*", **types}]},
+        "quant": {"method": "qt", "rules": [{"path": path, **types}]},
+        **sections,
     }
     return compile_step(parse(RunConfig, mapping), target)
 
@@ -138,6 +145,64 @@ def test_tpus_train_in_8_bits(chip, types, dtypes, tmp_path):
 @pytest.mark.parametrize(("types", "dtypes"), [(FP8, ("float8_e4m3fn", "float8_e5m2")), (BYTES, ("int8",))])
 def test_gpus_train_in_8_bits(types, dtypes, tmp_path):
     check_trains_in_8_bits(compiled_step(types, Target("h100:1x1x4"), tmp_path), dtypes)
+
+
+@pytest.mark.parametrize(
+    ("types", "steps"),
+    [
+        pytest.param(FP8, 40, id="fp8"),
+        pytest.param(FP8, 400, id="fp8, longer", marks=pytest.mark.slow),
+        pytest.param(BYTES, 400, id="int8, longer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixture_learns_in_8_bits_as_in_bfloat16(config, tmp_path, types, steps):
+    """The mean loss of the last quarter of the steps differs by at most 2%."""
+    sizes = {"vocab_size": 280, "layers": 1, "embed": 32, "mlp": 32, "head_dim": 8, "expert_mlp": 32, "experts": 4}
+    sections = {"model": MIXTURE | sizes, "run": {"steps": steps}, "checkpoint": {"every_steps": 0}}
+
+    def final_loss(output, quant):
+        path = Path(config(output, quant, **sections))
+        if quant is None:
+            mapping = yaml.safe_load(path.read_text())
+            path.write_text(yaml.safe_dump({name: value for name, value in mapping.items() if name != "quant"}))
+        main(["train", str(path)])
+        records = map(json.loads, (tmp_path / output / "metrics.jsonl").read_text().splitlines())
+        losses = [record["loss"] for record in records if record["kind"] == "train"]
+        assert len(losses) == steps and np.mean(losses[-steps // 4 :]) < 0.8 * losses[0]
+        return np.mean(losses[-steps // 4 :])
+
+    in_floats = final_loss("floats", None)
+    in_codes = final_loss("codes", {"method": "qt", "rules": [{"path": f"{EXPERTS}|attention", **types}]})
+    assert in_codes != in_floats
+    assert in_codes == pytest.approx(in_floats, rel=0.02)
+
+
+def check_experts_train_in_8_bits(report, dtypes):
+    """All products of the experts multiply codes, in tiles that hold at most half as many rows again."""
+    flops, cost = report.cost.flops.by_dtype, report.cost
+    # Three products of a row with a matrix forward, and twice as many backward.
+    rows = report.work[1] * MIXTURE["active_experts"] // report.devices
+    least = SIZES["layers"] * 9 * 2 * rows * SIZES["embed"] * MIXTURE["expert_mlp"]
+    assert least <= sum(flops[dtype] for dtype in dtypes) < 1.5 * least, flops
+    assert set(flops) == {*dtypes, "bfloat16", "float32"} and not cost.unknown_loops
+    assert not any("gmm" in kernel or "ragged" in kernel for kernel in cost.uncounted_kernels), cost.uncounted_kernels
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(
+    ("chip", "types", "dtypes"), [("v7x", FP8, ("float8_e4m3fn", "float8_e5m2")), ("v5p", BYTES, ("int8",))]
+)
+def test_tpus_train_experts_in_8_bits(chip, types, dtypes, tmp_path):
+    report = compiled_step(types, Target(f"{chip}:2x2x1"), tmp_path, EXPERTS, model=MIXTURE)
+    check_experts_train_in_8_bits(report, dtypes)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(("types", "dtypes"), [(FP8, ("float8_e4m3fn",)), (BYTES, ("int8",))])
+def test_gpus_train_experts_in_8_bits(types, dtypes, tmp_path):
+    # The cotangents, in e5m2, are the second operands of the compiled products.
+    report = compiled_step(types, Target("h100:1x1x4"), tmp_path, EXPERTS, model=MIXTURE)
+    check_experts_train_in_8_bits(report, dtypes)
 
 
 @pytest.mark.parametrize(

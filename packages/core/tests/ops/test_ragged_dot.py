@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.ops.definitions.ragged_dot import REFERENCE, _cut_off
+from stack_core.ops.definitions.ragged_dot import REFERENCE
+from stack_core.ops.references.ragged_tiles import cut_off
 from stack_core.testing import OpCheck, Quantized, op_checks
 
 RNG = np.random.default_rng(0)
@@ -62,18 +63,18 @@ def test_rows_of_no_group_may_hold_anything(garbage: float) -> None:
     np.testing.assert_array_equal(of_rhs, expected[1])
 
 
-def test_what_exceeds_the_rows_is_cut_off() -> None:
+def test_what_exceeds_the_rows_iscut_off() -> None:
     cut, whole = jnp.array([4, 20, 3]), jnp.array([4, 5, 0])
     np.testing.assert_array_equal(ops.ragged_dot(LHS, RHS, cut), ops.ragged_dot(LHS, RHS, whole))
     for actual, expected in zip(_gradients(LHS, RHS, cut), _gradients(LHS, RHS, whole), strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_sizes_whose_sum_overflows_are_cut_off() -> None:
+def test_sizes_whose_sum_overflows_arecut_off() -> None:
     rows, most = 2**30, 2**31 - 1
-    sizes = _cut_off(jnp.array([3, most, 0, most, 5, -1, most]), rows)
+    sizes = cut_off(jnp.array([3, most, 0, most, 5, -1, most]), rows)
     np.testing.assert_array_equal(sizes, [3, rows - 3, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(_cut_off(jnp.array([-2, 7, 0, 9]), rows), [0, 7, 0, 9])
+    np.testing.assert_array_equal(cut_off(jnp.array([-2, 7, 0, 9]), rows), [0, 7, 0, 9])
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])

@@ -1,5 +1,6 @@
 """Quantized training: products of codes in both directions, and what is kept between them."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +83,42 @@ def test_each_product_has_both_gradients(fn: Any) -> None:
     assert 0 < error(run(weight, x), fn(weight, x)) <= 0.02
     for found, expected in zip(*(both_gradients(each, weight, x) for each in (run, fn)), strict=True):
         assert 0 < error(found, expected) <= 0.03
+
+
+@pytest.mark.parametrize(("rule", "gradients"), [(INT8, "i8"), (FP8, "f8E5M2")], ids=["int8", "fp8"])
+def test_experts_multiply_codes_in_all_three_products(rule: Rule, gradients: str) -> None:
+    x, weight, sizes = jnp.ones((16, 8)), jnp.ones((2, 8, 24)), jnp.array([5, 9])
+    fn = trained(lambda params, x: ops.ragged_dot(x, params, sizes), weight, x, rule=rule).apply
+    step = jax.value_and_grad(lambda weight, x: jnp.sum(fn(weight, x)), argnums=(0, 1))
+    products = re.findall(r"dot_general .*: \(tensor<[\dx]*(\w+)>, tensor<[\dx]*(\w+)>\)", lowered(step, weight, x))
+    operands = "i8" if rule is INT8 else "f8E4M3FN"
+    assert sorted(products) == sorted([(operands, operands), (gradients, operands), (operands, gradients)])
+
+
+def lowered(fn: Any, *args: Any) -> str:
+    return jax.jit(fn).lower(*args).as_text()
+
+
+def test_experts_with_integers_times_fp8_are_rounded_and_say_so() -> None:
+    x, weight, sizes = jnp.ones((16, 8)), jnp.ones((2, 8, 24)), jnp.array([5, 9])
+    rule = Rule(path=".*", weights="int8", activations="fp8_e4m3")
+    quantized = trained(lambda params, x: ops.ragged_dot(x, params, sizes), weight, x, rule=rule)
+    (row,) = report(quantized).operations
+    assert (row.computed, row.reason) == ("rounded", "activations are rounded to the type, and multiplied as floats")
+    assert "xf8E4M3FN>, " not in "".join(re.findall("dot_general .*", lowered(quantized.apply, weight, x)))
+
+
+@pytest.mark.parametrize("garbage", [jnp.nan, jnp.inf, 1e6])
+def test_rows_of_no_group_have_no_part_in_the_scales_of_the_others(garbage: float) -> None:
+    x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jax.random.normal(jax.random.key(1), (2, 8, 24))
+    cotangent, inside = jax.random.normal(jax.random.key(2), (16, 24)), jnp.arange(16)[:, None] < 14
+    fn = trained(lambda params, x: ops.ragged_dot(x, params, jnp.array([5, 9])), weight, x).apply
+
+    def results(filler: float) -> Any:
+        result, pull = jax.vjp(fn, weight, jnp.where(inside, x, filler))
+        return result, pull(jnp.where(inside, cotangent, filler))
+
+    jax.tree.map(np.testing.assert_array_equal, results(garbage), results(0.0))
 
 
 def test_int8_convolution_of_activations_off_centre() -> None:

@@ -18,6 +18,12 @@ from stack_core.ops.references.low_rank_weight import LowRankWeight
 from stack_core.ops.references.paged_places import as_int32, bounded_places, padding_as_zero
 from stack_core.ops.references.paged_pools import holds_values, stack_key_value
 from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
+from stack_core.ops.references.ragged_codes import (
+    has_ragged_outer_product_of_codes,
+    has_ragged_product_of_codes,
+    ragged_outer_product_of_codes,
+    ragged_product_of_codes,
+)
 from stack_core.ops.references.ragged_tiles import ragged_product
 from stack_core.ops.references.row_parts import RowParts
 from stack_core.ops.references.running_softmax import (
@@ -56,6 +62,8 @@ __all__ = [
     "finish",
     "forward_only",
     "gate_product",
+    "has_ragged_outer_product_of_codes",
+    "has_ragged_product_of_codes",
     "holds_values",
     "implementations_of",
     "is_installed",
@@ -69,7 +77,9 @@ __all__ = [
     "parameters_of",
     "picked",
     "preferred",
+    "ragged_outer_product_of_codes",
     "ragged_product",
+    "ragged_product_of_codes",
     "rope_angles",
     "rotated",
     "stack_key_value",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stack_core.abi.plugins import registries
+from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule
 
 __all__ = ["Method", "ProductTypes", "TrainedProducts", "method"]
@@ -26,6 +27,13 @@ class ProductTypes:
     gradients: str | None
     calibrations: tuple[str, str]
     range_ends: str
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """True if the operands are multiplied as codes: both are integers, or both are fp8."""
+        if self.left is None or self.right is None:
+            return False
+        return qtype(self.left).is_integer == qtype(self.right).is_integer
 
 
 @dataclass(frozen=True)

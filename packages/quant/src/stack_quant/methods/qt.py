@@ -24,7 +24,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from stack_core import ops
-from stack_core.ops.building import is_quantized
+from stack_core.ops.building import (
+    has_ragged_outer_product_of_codes,
+    has_ragged_product_of_codes,
+    is_quantized,
+    ragged_outer_product_of_codes,
+    ragged_product_of_codes,
+    vary_alike,
+)
 from stack_quant.errors import RuleError
 from stack_quant.methods import Method, ProductTypes, TrainedProducts
 from stack_quant.methods.ptq import as_it_comes
@@ -250,16 +257,52 @@ _trained_convolution.defvjp(_convolution_forward, _convolution_backward, symboli
 
 @dataclass(frozen=True)
 class _Ragged(_Call):
-    """The static part of a ragged product, which multiplies each row with the matrix of its group."""
+    """The static part of a ragged product, which multiplies each row with the matrix of its group.
+
+    With rows of group g, y[r] = x[r] w[g]: w has a scale for each group and column, and the gradient of w[g] sums over
+    the rows of the group, so there both operands have a scale for each of their columns.
+    """
 
     def __call__(self, rows: Any, matrices: Any, sizes: jax.Array) -> jax.Array:
-        """Multiplies the dequantized rows, because `ragged_dot` does not support quantized rows."""
+        if has_ragged_product_of_codes(rows, matrices):
+            return ragged_product_of_codes(rows, matrices, sizes, self.dtypes[0])
+        # An operand that stays in float, or integers times fp8: `ragged_dot` takes rows in float only.
         return ops.ragged_dot(ops.dequantize(rows, self.dtypes[0]), matrices, sizes)
+
+    def of_rows(self, cotangent: Any, matrices: Any, sizes: jax.Array) -> jax.Array:
+        """Multiplies the cotangent of each row with the transposed matrix of its group."""
+        if has_ragged_product_of_codes(cotangent, back := _swapped(matrices)):
+            return ragged_product_of_codes(cotangent, back, sizes, self.dtypes[0])
+        floats = ops.dequantize(matrices, self.dtypes[1]).swapaxes(1, 2)
+        return ops.ragged_dot(ops.dequantize(cotangent, self.dtypes[0]), floats, sizes)
+
+    def of_matrices(self, columns: Any, cotangent: Any, sizes: jax.Array) -> jax.Array:
+        """Sums the outer products of rows and cotangents of each group."""
+        if has_ragged_outer_product_of_codes(columns, cotangent):
+            return ragged_outer_product_of_codes(columns, cotangent, sizes, self.dtypes[1])
+        shape = (sizes.shape[0], columns.shape[1], cotangent.shape[1])
+        matrices = jnp.zeros(shape, self.dtypes[1])  # the product is linear: its gradient does not depend on these
+        rows = ops.dequantize(columns, self.dtypes[0])
+        _, pull = jax.vjp(lambda matrices: ops.ragged_dot(rows, matrices, sizes), matrices)
+        (found,) = pull(ops.dequantize(cotangent, self.dtypes[0]))
+        return found
+
+
+def _swapped(matrices: Any) -> Any:
+    return views.transpose(views.view_of(matrices), (0, 2, 1)) if is_quantized(matrices) else matrices
+
+
+def _in_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Zeroes the rows after all groups, which may contain any value, before they share a scale with other rows."""
+    is_in_group = jnp.arange(rows.shape[0])[:, None] < jnp.sum(jnp.clip(sizes, 0, rows.shape[0]))
+    return jnp.where(is_in_group, rows, jnp.zeros((), rows.dtype))
 
 
 def _ragged(
     rows: jax.Array, matrices: jax.Array, sizes: jax.Array, types: ProductTypes, key: jax.Array | None
 ) -> jax.Array:
+    # In a `jax.shard_map`, the gradient of matrices that devices share is summed over the devices.
+    rows, matrices, sizes = vary_alike(rows, matrices, sizes)
     return _trained_ragged(_Ragged(types, (rows.dtype.name, matrices.dtype.name)), rows, matrices, sizes, key)
 
 
@@ -272,7 +315,7 @@ def _trained_ragged(
 
 def _ragged_forward(call: _Ragged, rows: Any, matrices: Any, sizes: Any, key: Any) -> tuple[jax.Array, Any]:
     """Computes the product and its residuals, as `_linear_forward`; the gradient of a matrix sums over its rows."""
-    columns = call.coded(0, rows.value, (0,)) if matrices.perturbed else None
+    columns = call.coded(0, _in_groups(rows.value, sizes.value), (0,)) if matrices.perturbed else None
     turned = call.coded(1, matrices.value, (2,)) if rows.perturbed else None
     key = None if key is None else key.value
     result = _trained_ragged(call, rows.value, matrices.value, sizes.value, key)
@@ -286,15 +329,10 @@ def _ragged_backward(call: _Ragged, residuals: Any, cotangent: Any) -> tuple[Any
     of_rows, of_matrices = _two_keys(key)
     to_rows = to_matrices = None
     if turned is not None:
-        codes = call.cotangent(cotangent, (1,), of_rows)
-        back = ops.dequantize(turned, call.dtypes[1]).swapaxes(1, 2)
-        to_rows = ops.ragged_dot(ops.dequantize(codes, call.dtypes[0]), back, sizes)
+        to_rows = call.of_rows(call.cotangent(cotangent, (1,), of_rows), turned, sizes)
     if columns is not None:
-        codes = call.cotangent(cotangent, (0,), of_matrices)
-        shape = (sizes.shape[0], columns.shape[1], cotangent.shape[1])
-        matrices = jnp.zeros(shape, call.dtypes[1])  # the product is linear: its gradient does not depend on these
-        _, pull = jax.vjp(functools.partial(call, columns, sizes=sizes), matrices)
-        (to_matrices,) = pull(ops.dequantize(codes, call.dtypes[0]))
+        codes = call.cotangent(_in_groups(cotangent, sizes), (0,), of_matrices)
+        to_matrices = call.of_matrices(columns, codes, sizes)
     return to_rows, to_matrices, None, None
 
 

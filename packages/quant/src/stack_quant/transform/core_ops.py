@@ -13,7 +13,7 @@ from stack_core.ops.building import gate_product, is_quantized, named_residuals
 from stack_core.ops.units import OpUnit, unit_of
 from stack_quant.transform import views
 from stack_quant.transform.adapters import gated_as_linear_maps
-from stack_quant.transform.decisions import Decision, decide, note, quantized_activation, record
+from stack_quant.transform.decisions import Decision, decide, note, product_types, quantized_activation, record
 from stack_quant.transform.inputs import have_equal_transforms, with_transformed_inputs
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
 from stack_quant.transform.products import NOT_TRAINED, linear_call, mapped, ragged_call
@@ -89,7 +89,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
                 interpreter, decision, arrays[place], at, site=f"{name}/{argument}"
             )
     of = [operands[place] for place in (*factors, *weights)]
-    computed = _computed(unit, decision, is_trained) if any(map(is_quantized, arrays)) else ""
+    computed = _computed(interpreter, unit, decision, operands, arrays)
     record(interpreter, equation, name, of, decision, [arrays[place] for place in (*factors, *weights)], computed)
     if is_trained:
         results = [_trained(interpreter, unit, arrays, operands, decision)]
@@ -107,10 +107,15 @@ def _shared_axes(
     return factor, {place: {unit_axis(unit, place, operands[place], own): at} for place, own in weights.items()}
 
 
-def _computed(unit: OpUnit, decision: Decision, is_trained: bool) -> str:
-    # Quantized training multiplies dequantized rows here.
-    if is_trained and unit.op == "ragged_dot":
-        return "rounded"
+def _computed(
+    interpreter: Interpreter, unit: OpUnit, decision: Decision, operands: Sequence[Value], arrays: Sequence[Any]
+) -> str:
+    """Returns `OpRow.computed`, or "" if it follows from the arrays."""
+    if interpreter.resolved.method.products is not None and unit.op == "ragged_dot":
+        types = product_types(interpreter, decision, unit.arrays(operands)["rhs"])
+        return "" if types.multiplies_codes else "rounded"
+    if not any(map(is_quantized, arrays)):
+        return ""
     if decision.activations is None:
         return "dequantized"
     return "quantized" if unit.op in _OF_LINEAR else "rounded"

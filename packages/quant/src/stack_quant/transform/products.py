@@ -345,15 +345,10 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
     x = in_float = left.array
     if decision.activations:
         x, in_float = quantized_activation(interpreter, decision, x, of_left[0], site=f"{name}/left")
-    record(
-        interpreter,
-        equation,
-        name,
-        operands[:2],
-        decision,
-        [x, right.array],
-        "rounded" if decision.activations or is_trained else "",
-    )
+    computed = "rounded" if decision.activations or is_trained else ""
+    if is_trained and product_types(interpreter, decision, right).multiplies_codes:
+        computed = "quantized"
+    record(interpreter, equation, name, operands[:2], decision, [x, right.array], computed)
     x = rounded(x, in_float, left.dtype)
     if is_trained:
         result = ragged_call(interpreter, decision, right)(x, right.array, interpreter.plain(sizes))

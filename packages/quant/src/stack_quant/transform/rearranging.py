@@ -177,6 +177,20 @@ def _pad(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> 
     return _result(interpreter, equation, operands, source, lambda view: views.pad(view, pairs))
 
 
+def _all_gather(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Keeps a parameter that devices gather from its shards, as experts inside of a `jax.shard_map`; gathers codes."""
+    source, axis = operands[0].source, equation.params["all_gather_dimension"]
+    if source is None or not equation.params["tiled"]:
+        return interpreter.as_it_is(equation, operands)
+    # The entries of a shard already represent the complete axis.
+    source = source.resized(equation.outvars[0].aval.shape)
+
+    def gather(part: Any) -> Any:
+        return versions.bind(equation, [part])[0]
+
+    return _result(interpreter, equation, operands, source, lambda view: views.gathered(view, axis, gather))
+
+
 def _concatenated(parts: Sequence[Value], axis: int) -> Value:
     sources, dtype = tuple(part.source for part in parts), parts[0].dtype
     array = Concatenated(tuple(part.array for part in parts), axis, sources, jnp.dtype(dtype).name)
@@ -218,6 +232,7 @@ HANDLERS.update(
         "stack": _stack,
         "pad": _pad,
         "optimization_barrier": _barrier,
+        "all_gather": _all_gather,
         "dynamic_slice": _dynamic_slice,
         "broadcast_in_dim": _broadcast,
         "convert_element_type": _cast,

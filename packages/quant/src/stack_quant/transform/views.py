@@ -19,6 +19,7 @@ __all__ = [
     "broadcast",
     "dynamic_slice",
     "full_along",
+    "gathered",
     "is_constant_along",
     "joined",
     "on_codes",
@@ -104,6 +105,12 @@ def full_along(view: View, axes: Sequence[int]) -> View:
         return scale
 
     return _mapped(view, view.codes, repeated)
+
+
+def gathered(view: View, axis: int, gather: Callable[[jax.Array], jax.Array]) -> View:
+    """Gathers a view from its shards along an axis, inside of a `jax.shard_map`. A scale for all entries stays one."""
+    is_shared = is_constant_along(view, axis) and view.shape[axis] > 1
+    return _mapped(view, gather(view.codes), (lambda scale: scale) if is_shared else gather)
 
 
 def sliceable(array: Any) -> Any:

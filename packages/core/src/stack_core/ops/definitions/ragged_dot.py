@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from stack_core.abi.errors import ShapeError
@@ -14,9 +13,8 @@ from stack_core.ops.dispatch.dispatch import dispatch
 from stack_core.ops.dispatch.op import Op, OpAxes
 from stack_core.ops.dispatch.request import Implementation
 from stack_core.ops.dispatch.splitting import LogicalNames
-from stack_core.ops.dispatch.symbolic import Size, is_symbolic
 from stack_core.ops.references.quantized import QuantizedArray, is_quantized, logical_array
-from stack_core.ops.references.ragged_tiles import ragged_product
+from stack_core.ops.references.ragged_tiles import cut_off, ragged_product
 
 __all__ = ["OP", "REFERENCE", "ragged_dot"]
 
@@ -70,22 +68,8 @@ def ragged_dot(
         check_same_dtype("ragged_dot", lhs=lhs, rhs=rhs)
     if sizes["groups"] == 0:
         raise ShapeError("ragged_dot: axis 'groups' is 0 in rhs; expected at least one group, which may have no rows.")
-    arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": _cut_off(group_sizes, lhs.shape[0]), "bias": bias}
+    arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": cut_off(group_sizes, lhs.shape[0]), "bias": bias}
     return dispatch(OP, arrays, {}, implementation, axes)
-
-
-def _cut_off(group_sizes: Any, rows: Size) -> Any:
-    """Clamps group sizes as int32, which bounds loops over the rows of a group and prevents overflow of their sums."""
-    # The number of rows may exceed a small dtype.
-    if group_sizes.dtype.itemsize < 4:
-        group_sizes = group_sizes.astype(jnp.int32)
-    sizes = jnp.clip(group_sizes, 0, rows)
-    groups = group_sizes.shape[0]
-    if is_symbolic(rows, groups) or rows * groups < 2**31:
-        return sizes.astype(jnp.int32)
-    # Saturating sum of sizes: each term is at most `rows`, so uint32 does not overflow below 2**31 rows.
-    ends = lax.associative_scan(lambda one, other: jnp.minimum(one + other, rows), sizes.astype(jnp.uint32))
-    return jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype)).astype(jnp.int32)
 
 
 def _with_adapters(
@@ -93,7 +77,7 @@ def _with_adapters(
 ) -> Any:
     based = ragged_dot(lhs, view.base, group_sizes, bias=bias, implementation=implementation, axes=axes)
     groups = group_sizes.shape[0]
-    group = jnp.searchsorted(jnp.cumsum(_cut_off(group_sizes, lhs.shape[0])), jnp.arange(lhs.shape[0]), side="right")
+    group = jnp.searchsorted(jnp.cumsum(cut_off(group_sizes, lhs.shape[0])), jnp.arange(lhs.shape[0]), side="right")
     adapter = jnp.zeros_like(group) if view.rows is None else view.rows.astype(group.dtype)
     # One number for each pair of adapter and group, since `low_rank` selects by one index.
     rows = jnp.where(group < groups, jnp.where(adapter < 0, adapter, adapter * groups + group), -1)

@@ -15,16 +15,20 @@ from stack_core.chips.context import target_platform
 from stack_core.ops.dispatch.automatic_axes import with_automatic_axes
 
 __all__ = [
+    "MAX_TERMS",
     "QuantizedArray",
+    "are_multipliable",
     "dequantize",
     "has_product_of_codes",
+    "is_fp8",
     "is_quantized",
     "logical_array",
     "product_of_codes",
+    "repeated",
     "take",
 ]
 
-_MOST_TERMS = 2**16
+MAX_TERMS = 2**16
 """Maximum number of products of two 8-bit integers with a sum below 2^31."""
 
 
@@ -66,8 +70,8 @@ def _dequantized(view: QView, dtype: DTypeLike) -> jax.Array:
     def computed(codes: jax.Array, scale: jax.Array, zero_point: Any, codebook: Any) -> jax.Array:
         value = lax.stop_gradient(codes if codebook is None else _decoded(codes, codebook)).astype(jnp.float32)
         if zero_point is not None:
-            value = value - _repeated(zero_point, value.shape)
-        return (value * _repeated(scale, value.shape)).astype(dtype)
+            value = value - repeated(zero_point, value.shape)
+        return (value * repeated(scale, value.shape)).astype(dtype)
 
     parts = (view.qvalue, view.scale, view.zero_point, view.codebook)
     # A tile of one scale may span several shards, which cannot be written with Explicit axes.
@@ -104,17 +108,28 @@ def has_product_of_codes(x: Any, weight: Any) -> bool:
 
     Both operands are signed integers of up to 8 bits, or both are fp8.
     """
-    if not (is_quantized(x) and is_quantized(weight)):
+    if not are_multipliable(x, weight, (-1, 0)):
         return False
-    left, right = _checked_view(x), _checked_view(weight)
-    if any(view.codebook is not None or view.zero_point is not None for view in (left, right)):
+    codes = _checked_view(x).qvalue
+    return is_fp8(codes.dtype) or codes.shape[-1] <= MAX_TERMS
+
+
+def are_multipliable(left: Any, right: Any, axes: tuple[int, int]) -> bool:
+    """Returns whether the scales of two quantized operands apply after a product of their codes.
+
+    Args:
+      axes: contracted axis of each operand, along which its scale must be constant.
+    """
+    if not (is_quantized(left) and is_quantized(right)):
         return False
-    if not left.scale.shape[-1] == right.scale.shape[0] == 1:
+    views = _checked_view(left), _checked_view(right)
+    if any(view.codebook is not None or view.zero_point is not None for view in views):
         return False
-    dtypes = (left.qvalue.dtype, right.qvalue.dtype)
-    return all(map(_is_fp8, dtypes)) or (
-        all(jnp.issubdtype(dtype, jnp.signedinteger) and jnp.iinfo(dtype).bits <= 8 for dtype in dtypes)
-        and left.qvalue.shape[-1] <= _MOST_TERMS
+    if any(view.scale.shape[axis] != 1 for view, axis in zip(views, axes, strict=True)):
+        return False
+    dtypes = [view.qvalue.dtype for view in views]
+    return all(map(is_fp8, dtypes)) or all(
+        jnp.issubdtype(dtype, jnp.signedinteger) and jnp.iinfo(dtype).bits <= 8 for dtype in dtypes
     )
 
 
@@ -127,7 +142,7 @@ def product_of_codes(x: Any, weight: Any) -> jax.Array:
     """
     left, right = x.__stack_qview__(), weight.__stack_qview__()
     *batch, d_in = left.qvalue.shape
-    is_integer = not _is_fp8(left.qvalue.dtype)
+    is_integer = not is_fp8(left.qvalue.dtype)
     # Scales have gradients, and codes have none; see `dequantize`.
     rows, columns = (
         view.qvalue.astype(jnp.int8) if is_integer else lax.stop_gradient(view.qvalue) for view in (left, right)
@@ -140,14 +155,16 @@ def product_of_codes(x: Any, weight: Any) -> jax.Array:
     dtype = jnp.int32 if is_integer and not on_several_tpus else jnp.float32
     sums = lax.dot_general(padded, columns, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
     sums = sums[: len(rows)].astype(jnp.float32).reshape(*batch, sums.shape[-1])
-    return sums * _repeated(left.scale, (*batch, 1)) * _repeated(right.scale, (1, sums.shape[-1]))[0]
+    return sums * repeated(left.scale, (*batch, 1)) * repeated(right.scale, (1, sums.shape[-1]))[0]
 
 
-def _is_fp8(dtype: Any) -> bool:
+def is_fp8(dtype: Any) -> bool:
+    """Returns whether a dtype is a float of 8 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
 
 
-def _repeated(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def repeated(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Repeats a scale along each axis with several entries to the size of the quantized values; casts it to fp32."""
     scale = scale.astype(jnp.float32)
     for axis, size in enumerate(shape):
         if scale.shape[axis] not in (1, size):

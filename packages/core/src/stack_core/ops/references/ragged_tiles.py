@@ -1,6 +1,7 @@
 """Reference implementation of `ragged_dot` in tiles of rows of the same group."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from stack_core.ops.dispatch.plain import is_plain
 from stack_core.ops.dispatch.symbolic import Size, is_symbolic
 from stack_core.ops.references.quantized import dequantize, is_quantized, logical_array
 
-__all__ = ["ragged_product"]
+__all__ = ["cut_off", "fold_tiles", "map_tiles", "ragged_product", "tile_rows_of"]
 
 _FEWEST_TILE_ROWS = 16
 _MOST_TILE_ROWS = 128
@@ -83,6 +84,10 @@ def _max_tiles(rows: Size, groups: int, tile_rows: int) -> Size:
 
 
 def _tile_rows(rows: Size, groups: int) -> int:
+    return tile_rows_of(rows, groups, _MOST_TILE_ROWS)
+
+
+def tile_rows_of(rows: Size, groups: int, max_tile_rows: int) -> int:
     """Returns the rows of a tile, a power of two: padding adds at most a quarter to the work.
 
     For small groups it adds more, because products of fewer than 16 rows are slower than their FLOPs suggest.
@@ -90,31 +95,97 @@ def _tile_rows(rows: Size, groups: int) -> int:
     if is_symbolic(rows):
         return _FEWEST_TILE_ROWS
     quarter = max(rows // (4 * groups), 1)
-    return min(max(2 ** (quarter.bit_length() - 1), _FEWEST_TILE_ROWS), _MOST_TILE_ROWS)
+    return min(max(2 ** (quarter.bit_length() - 1), _FEWEST_TILE_ROWS), max_tile_rows)
 
 
 def _multiply(subscripts: str, lhs: Any, rhs: Any, group_sizes: Any, bias: Any) -> Any:
     """Multiplies each row by the matrix (axes k, n) of its group and adds the group's bias."""
-    rows, groups = lhs.shape[0], group_sizes.shape[0]
-    tile_rows = _tile_rows(rows, groups)
-    padded = _padded(lhs, tile_rows)
 
-    def multiply_tile(output: Any, tile: _Tiles) -> Any:
-        block = lax.dynamic_slice_in_dim(padded, tile.start, tile_rows)
-        matrix = _matrix(rhs, tile.group, lhs.dtype)
+    def multiply_tile(blocks: Sequence[Any], group: Any) -> Any:
+        matrix = _matrix(rhs, group, lhs.dtype)
         if bias is None:
-            product = contract(subscripts, block, matrix, lhs.dtype)
-        else:
-            product = contract(subscripts, block, matrix, accurate_dtype(lhs.dtype))
-            product = (product + bias[tile.group].astype(product.dtype)).astype(lhs.dtype)
-        # Rows of the next groups are overwritten by the following tiles.
-        return lax.dynamic_update_slice_in_dim(output, product, tile.start, axis=0), None
+            return contract(subscripts, blocks[0], matrix, lhs.dtype)
+        product = contract(subscripts, blocks[0], matrix, accurate_dtype(lhs.dtype))
+        return (product + bias[group].astype(product.dtype)).astype(lhs.dtype)
 
     shape = logical_array(rhs).shape
     width = shape[2] if subscripts.endswith("n") else shape[1]
-    output = jnp.zeros_like(lhs, shape=(rows + tile_rows, width))
-    output, _ = lax.scan(multiply_tile, output, _tiles(group_sizes, rows, tile_rows))
+    tile_rows = _tile_rows(lhs.shape[0], group_sizes.shape[0])
+    return map_tiles(multiply_tile, [lhs], group_sizes, width=width, dtype=lhs.dtype, tile_rows=tile_rows)
+
+
+def map_tiles(
+    function: Callable[[Sequence[Any], Any], Any],
+    operands: Sequence[Any],
+    group_sizes: Any,
+    *,
+    width: Size,
+    dtype: Any,
+    tile_rows: int,
+    skip_empty: bool = False,
+) -> Any:
+    """Computes an array [rows, width] tile by tile; rows after all groups are 0.
+
+    Args:
+      function: (blocks [tile_rows, ...] of the operands, group) -> [tile_rows, width]. Blocks end with rows of the next
+        groups, whose results are overwritten.
+      operands: arrays [rows, ...], sorted by group.
+      skip_empty: calls the function for tiles with rows of their group only. In a `jax.vmap`, this is slower.
+    """
+    rows = operands[0].shape[0]
+    padded = [_padded(x, tile_rows) for x in operands]
+
+    def write_tile(output: Any, tile: _Tiles) -> Any:
+        blocks = [lax.dynamic_slice_in_dim(x, tile.start, tile_rows) for x in padded]
+        return lax.dynamic_update_slice_in_dim(output, function(blocks, tile.group), tile.start, axis=0)
+
+    step = _step(write_tile, skip_empty)
+    output = jnp.zeros_like(operands[0], shape=(rows + tile_rows, width), dtype=dtype)
+    output, _ = lax.scan(step, output, _tiles(group_sizes, rows, tile_rows))
     return jnp.where(jnp.arange(rows)[:, None] < jnp.sum(group_sizes), output[:rows], 0)
+
+
+def fold_tiles(
+    function: Callable[[Any, Sequence[Any], Any], Any],
+    totals: Any,
+    operands: Sequence[Any],
+    group_sizes: Any,
+    *,
+    tile_rows: int,
+    skip_empty: bool = False,
+) -> Any:
+    """Folds `function(totals, blocks, group)` over all tiles and returns the last totals.
+
+    Args:
+      operands: arrays [rows, ...], sorted by group. Their blocks [tile_rows, ...] have zeros for rows of other groups.
+      skip_empty: see `map_tiles`.
+    """
+    padded = [_padded(x, tile_rows) for x in operands]
+
+    def add_tile(totals: Any, tile: _Tiles) -> Any:
+        in_group = (tile.start + jnp.arange(tile_rows, dtype=jnp.int32) < tile.end)[:, None]
+        # All are masked because rows outside all groups may contain any value, including inf.
+        blocks = [
+            jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), jnp.zeros((), x.dtype))
+            for x in padded
+        ]
+        return function(totals, blocks, tile.group)
+
+    tiles = _tiles(group_sizes, operands[0].shape[0], tile_rows)
+    totals, _ = lax.scan(_step(add_tile, skip_empty), totals, tiles)
+    return totals
+
+
+def _step(update: Callable[[Any, _Tiles], Any], skip_empty: bool) -> Callable[[Any, _Tiles], tuple[Any, None]]:
+    """Returns the body of a scan over tiles that updates its carry."""
+
+    def step(carry: Any, tile: _Tiles) -> tuple[Any, None]:
+        if skip_empty:
+            has_rows = tile.start < tile.end
+            return lax.cond(has_rows, lambda carry: update(carry, tile), lambda carry: carry, carry), None
+        return update(carry, tile), None
+
+    return step
 
 
 def _padded(array: Any, tile_rows: int) -> Any:
@@ -124,29 +195,22 @@ def _padded(array: Any, tile_rows: int) -> Any:
 
 def _sums_by_group(lhs: Any, cotangent: Any, group_sizes: Any, has_bias: bool) -> tuple[Any, Any]:
     """Computes the gradients of each group's matrix [groups, d_in, d_out] and bias [groups, d_out] (fp32), if any."""
-    rows, groups = lhs.shape[0], group_sizes.shape[0]
-    tile_rows = _tile_rows(rows, groups)
-    accumulator = accurate_dtype(lhs.dtype)
-    padded = [_padded(x, tile_rows) for x in (lhs, cotangent)]
+    groups, accumulator = group_sizes.shape[0], accurate_dtype(lhs.dtype)
 
-    def add_tile(totals: Any, tile: _Tiles) -> Any:
+    def add_tile(totals: Any, blocks: Sequence[Any], group: Any) -> Any:
         of_matrices, of_bias = totals
-        in_group = (tile.start + jnp.arange(tile_rows, dtype=jnp.int32) < tile.end)[:, None]
-        # Both are masked because rows outside all groups may contain any value, including inf.
-        lhs_rows, gradient_rows = (
-            jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), 0) for x in padded
-        )
-        product = contract("rk,rn->kn", lhs_rows, gradient_rows, accumulator)
+        lhs_rows, gradient_rows = blocks
+        added = of_matrices[group] + contract("rk,rn->kn", lhs_rows, gradient_rows, accumulator)
         if has_bias:
-            of_bias = of_bias.at[tile.group].add(jnp.sum(gradient_rows.astype(accumulator), axis=0))
-        added = of_matrices[tile.group] + product
-        return (lax.dynamic_update_index_in_dim(of_matrices, added, tile.group, axis=0), of_bias), None
+            of_bias = of_bias.at[group].add(jnp.sum(gradient_rows.astype(accumulator), axis=0))
+        return lax.dynamic_update_index_in_dim(of_matrices, added, group, axis=0), of_bias
 
     d_out = cotangent.shape[1]
     of_matrices = jnp.zeros_like(lhs, shape=(groups, lhs.shape[1], d_out), dtype=accumulator)
     of_bias = jnp.zeros_like(lhs, shape=(groups, d_out), dtype=accumulator) if has_bias else None
-    (of_matrices, of_bias), _ = lax.scan(add_tile, (of_matrices, of_bias), _tiles(group_sizes, rows, tile_rows))
-    return of_matrices.astype(lhs.dtype), of_bias
+    tile_rows = _tile_rows(lhs.shape[0], groups)
+    totals = fold_tiles(add_tile, (of_matrices, of_bias), [lhs, cotangent], group_sizes, tile_rows=tile_rows)
+    return totals[0].astype(lhs.dtype), totals[1]
 
 
 def _matrix(rhs: Any, group: Any, dtype: Any) -> Any:
@@ -162,6 +226,20 @@ def _matrix(rhs: Any, group: Any, dtype: Any) -> Any:
 
     parts = {name: of_group(getattr(view, name)) for name in ("qvalue", "scale", "zero_point")}
     return dequantize(_OneGroup(dataclasses.replace(view, **parts)), dtype)
+
+
+def cut_off(group_sizes: Any, rows: Size) -> Any:
+    """Clamps group sizes as int32, which bounds loops over the rows of a group and prevents overflow of their sums."""
+    # The number of rows may exceed a small dtype.
+    if group_sizes.dtype.itemsize < 4:
+        group_sizes = group_sizes.astype(jnp.int32)
+    sizes = jnp.clip(group_sizes, 0, rows)
+    groups = group_sizes.shape[0]
+    if is_symbolic(rows, groups) or rows * groups < 2**31:
+        return sizes.astype(jnp.int32)
+    # Saturating sum of sizes: each term is at most `rows`, so uint32 does not overflow below 2**31 rows.
+    ends = lax.associative_scan(lambda one, other: jnp.minimum(one + other, rows), sizes.astype(jnp.uint32))
+    return jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype)).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

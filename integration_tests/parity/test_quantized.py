@@ -71,6 +71,7 @@ WRITTEN: dict[str, list[dict[str, Any]]] = {
     "int4": [{"path": ".*", "weights": "int4"}],
     "int4 in tiles": [{"path": ".*", "weights": "int4", "tile_size": 5, "smaller_tiles": True}],
     "int4 of rotated matrices": [{"path": ".*", "weights": "int4", "algorithm": "quarot"}],
+    "int4 of rotated matrices, untied": [{"path": ".*", "weights": "int4", "algorithm": "quarot"}],
     "fp8": [{"path": ".*", "weights": "fp8_e4m3", "activations": "fp8_e4m3"}],
 }
 
@@ -79,7 +80,8 @@ WRITTEN: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore:Written as floats", "ignore:.*which are not applied")
 def test_transformers_loads_what_we_write(name: str, tmp_path: Path) -> None:
     # Tiles of 5 divide 30 and 35 inputs; tiles of 3 take their place for 42.
-    float_checkpoint(tmp_path / "float", **{**MODELS["odd_sizes"], "intermediate_size": 35})
+    sizes = {**MODELS["odd_sizes"], "intermediate_size": 35, "tie_word_embeddings": "untied" in name}
+    float_checkpoint(tmp_path / "float", **sizes)
     FORMAT.import_run(tmp_path / "float", tmp_path / "run")
     opened = RUN_FORMAT.open_model(tmp_path / "run")
     opened.save(

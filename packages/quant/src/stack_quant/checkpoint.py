@@ -165,8 +165,10 @@ def quantize_checkpoint(
     sample_batch = first_batch(source, trained)
     table, chosen = None, dict[str, Candidate]()
     if budget is not None:
+        from stack_quant.nnx_model import untied_for  # imports Flax, which a model with a budget needs
+
         table = measure_sensitivity(
-            trained.model,
+            untied_for(trained.model, [algorithm]),
             budget.types,
             dict(sample_batch),
             stream=map(dict, trained.training_batches()),

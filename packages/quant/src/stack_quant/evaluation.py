@@ -1,5 +1,6 @@
 """The loss of a model and of its quantized versions on held-out batches."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,11 +41,11 @@ class Evaluation:
 
         graph, state = nnx.split(model)
         if section is None:
-            # All models in float have one graph, whose program is compiled once.
+            # Models in float have one graph, or another one with an untied head; a graph is compiled once.
             self._float = self._float or jax.jit(
-                lambda state, batch: self._trained.metrics(nnx.merge(graph, state), batch)
+                lambda graph, state, batch: self._trained.metrics(nnx.merge(graph, state), batch), static_argnums=0
             )
-            compiled = self._float
+            compiled = functools.partial(self._float, graph)
         else:
             call = Quantization(section, self._batches[0] if self._batches else {}).call
             compiled = jax.jit(lambda state, batch: call(self._trained.metrics, nnx.merge(graph, state), batch))
@@ -64,15 +65,18 @@ class Evaluation:
 
 
 def as_floats(model: Any, quantized: Any) -> Any:
-    """Returns a copy of the float model with the values of a quantized model."""
+    """Returns a copy of the float model with the values of a quantized model, and with its head untied if that is."""
     from flax import nnx  # as above
+
+    from stack_quant.nnx_model import plain_module, variables_by_path
 
     values = jax.tree.map(
         lambda leaf: ops.dequantize(leaf, leaf.dtype) if is_quantized(leaf) else leaf,
         nnx.to_pure_dict(nnx.state(quantized)),
         is_leaf=is_quantized,
     )
-    copy = nnx.clone(model)
+    is_untied = variables_by_path(plain_module(quantized)).keys() != variables_by_path(model).keys()
+    copy = nnx.clone(model.untied() if is_untied else model)
     state = nnx.state(copy)
     nnx.replace_by_pure_dict(state, values)
     nnx.update(copy, state)

@@ -1,8 +1,9 @@
 """Quantized `nnx` modules, whose methods run as programs on the module's variables."""
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stack_core.abi.models import LanguageModel, RunsOnBatches
+from stack_core.abi.models import LanguageModel, RunsOnBatches, UntiesHead
 from stack_core.ops.building import is_quantized
-from stack_quant.errors import QuantError
+from stack_quant.algorithms import parse_algorithms
+from stack_quant.errors import QuantError, RuleError
 from stack_quant.measuring import Call
 from stack_quant.quantization import Quantization, State, quantized
 from stack_quant.rules import Rule
 from stack_quant.scales import Range
+from stack_quant.transform.coverage import Report
 from stack_quant.transform.program import Parameters, Program, trace
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "plain_module",
     "quantize_module",
     "run_as_program",
+    "untied_for",
     "variables_by_path",
 ]
 
@@ -56,7 +60,15 @@ def quantize_module(
     resolved = model.quantization.resolved if isinstance(getattr(model, "quantization", None), Quantization) else None
     if resolved is not None and resolved.adapters:
         raise QuantError("The model has adapters already, but quantization must precede them: put quant before lora.")
-    model = plain_module(model)
+    plain = plain_module(model)
+    model = untied_for(plain, [rule.algorithm for rule in rules])
+    new = variables_by_path(model).keys() - variables_by_path(plain).keys()
+    for path in sorted(new):
+        if not any(rule.matches_path(path) for rule in rules):
+            raise RuleError(
+                f"A rotation of the residual stream unties the head, and no rule matches its parameter {path}. Add a "
+                f"rule, such as {{path: {path}, weights: int8}}, or {{path: {path}}} to keep it in float."
+            )
     program = ModuleProgram.of(model, args, kwargs, call)
     calls = None if stream is None else ((args, program.taken(kwargs)) for args, kwargs in stream)
     arrays, ranges, quantization = quantized(
@@ -76,9 +88,34 @@ def quantize_module(
     _set_values(result, changed)
     if ranges:
         setattr(result, _RANGES, nnx.Dict({site: _range_variables(span) for site, span in ranges.items()}))
-    result.quantization = quantization
+    result.quantization = dataclasses.replace(quantization, report=_with_new(quantization.report, new))
     as_program_class(result)
     return result
+
+
+def untied_for(model: Any, algorithms: Iterable[str | None]) -> Any:
+    """Returns the model with an untied head if an algorithm rotates the residual stream; otherwise the model itself.
+
+    A rotation moves the scale of the last norm into the head, while the embedding has none.
+    """
+    steps = [step for text in algorithms if text is not None for step in parse_algorithms(text)]
+    is_rotated = any(step.folds and options["stream"] for step, options in steps)
+    return model.untied() if is_rotated and isinstance(model, UntiesHead) else model
+
+
+def _with_new(report: Report, paths: Collection[str]) -> Report:
+    """Adds to the rows of parameters that the original model did not have how many bytes they cost."""
+    rows = [
+        dataclasses.replace(
+            row,
+            bytes_before=0,
+            note="; ".join(filter(None, (row.note, f"untied from the embedding: {row.bytes_after:,} more bytes"))),
+        )
+        if row.path in paths
+        else row
+        for row in report.parameters
+    ]
+    return dataclasses.replace(report, parameters=tuple(rows))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ __all__ = [
     "Outputs",
     "RunsOnBatches",
     "ShardsItself",
+    "UntiesHead",
 ]
 
 
@@ -102,10 +103,16 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Computes `head().logits(hidden)`.
+        """Computes `head().logits(hidden)`, as a method that transforms of the model's methods can see."""
+        ...
 
-        It is a method of the model to be visible to transforms of the model's methods.
-        """
+
+@runtime_checkable
+class UntiesHead(Protocol):
+    """A language model whose head may share the weights of its embedding."""
+
+    def untied(self) -> Any:
+        """Returns a copy whose head has weights of its own, with the same values; itself if its head has them."""
         ...
 
 
@@ -213,4 +220,3 @@ class ShardsItself(Protocol):
     """
 
     rules: Mapping[str, MeshAxes]
-    """Mesh axes by logical axis."""

@@ -119,10 +119,6 @@ def supports_everything(call: OpCall, chip: Any, config: Any) -> bool | str:
     return True
 
 
-def _no_space(call: OpCall, chip: Any) -> Iterable[Any]:
-    return ()
-
-
 @dataclass(frozen=True)
 class OpImplementation:
     """One implementation of an op.
@@ -157,7 +153,7 @@ class OpImplementation:
     platforms: tuple[str, ...] | None = None
     supports: Callable[[OpCall, Any, Any], bool | str] = supports_everything
     default: Callable[[OpCall, Any], Any] | None = None
-    space: Callable[[OpCall, Any], Iterable[Any]] = _no_space
+    space: Callable[[OpCall, Any], Iterable[Any]] = lambda call, chip: ()
     residuals: tuple[str, ...] = ()
     is_opaque: bool = False
     exports: bool = True

@@ -7,9 +7,7 @@ __all__ = ["user_cache_dir"]
 
 
 def user_cache_dir() -> Path:
-    """Returns `$XDG_CACHE_HOME/stack`, or `~/.cache/stack` if that variable is not an absolute path.
-
-    The directory may not exist yet.
+    """Returns `$XDG_CACHE_HOME/stack`, or `~/.cache/stack` if that variable is no absolute path; it may not exist.
 
     Raises:
       RuntimeError: the user has no home directory.

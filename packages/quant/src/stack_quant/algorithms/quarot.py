@@ -9,8 +9,10 @@ and outliers of the weights spread over all inputs. A rotation of the values of 
 before and after attention. The model in float computes the same results, without further operations at run time.
 
 Rotations are found from the trace of the model (`stack_quant.rotations`) instead of a list of its layers, so models
-of any form can be rotated. A stream that layer norms, norms after a layer or a tied embedding with a
-scaled last norm fix is an error that names the operation.
+of any form can be rotated. A stream that layer norms or norms after a layer fix is an error that names the operation.
+
+The scale of the last norm goes into the head, so a head that is tied to the embedding gets weights of its own
+(`UntiesHead`). The report has the bytes that they add. A model that cannot untie its head is an error.
 
 Options: stream=0 leaves the residual stream in place, heads=0 the remaining bases.
 

@@ -51,7 +51,7 @@ class ParameterRow:
       scale_shape: shape of the stored scales, or None.
       bytes_before, bytes_after: memory of the parameter.
       reason: reason why the parameter stays in float; else "".
-      note: remark on tiles that differ from the tiles of the rule; else "".
+      note: remark on tiles that differ from the tiles of the rule, or on an untied head; else "".
     """
 
     path: str

@@ -250,6 +250,17 @@ class Decoder(nnx.Module):
         """Returns float32 logits[..., vocab] of hidden[..., embed]."""
         return self.head().logits(hidden)
 
+    def untied(self) -> "Decoder":
+        """See `UntiesHead`. The config of the result has `tie_embeddings=False`."""
+        if self.lm_head is not None:
+            return self
+        model, table = nnx.clone(self), self.embedding.get_value()
+        head = jax.eval_shape(jnp.transpose, table) if isinstance(table, jax.ShapeDtypeStruct) else table.T
+        model.config = replace(self.config, tie_embeddings=False)
+        # Explicit, because nnx has recorded the attribute None as static.
+        model.lm_head = nnx.data(nnx.Param(head, logical_axes=("embed", "vocab")))
+        return model
+
     @property
     def states(self) -> list[list[LayerState | None]]:
         """Specification of the cached state of each group's layers, by position in the period.

@@ -25,6 +25,7 @@ from stack_train.data.kinds.preferences import AnswersData, PreferenceBatches
 from stack_train.data.kinds.text import TextData
 from stack_train.diffusion.objectives import Denoises
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
+from stack_train.models.decoder import Decoder
 from stack_train.objectives import CausalLMConfig, as_objective
 from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, batches_of, run_config
@@ -86,8 +87,12 @@ class TrainedLanguageModel:
         return objective(model, batch, key=jax.random.key(0))[1]
 
     def save(self, directory: Path, model: Any, sections: Mapping[str, Any]) -> None:
+        architecture = self.config.model
+        if isinstance(model, Decoder):  # its head may have been untied
+            architecture = replace(architecture, tie_embeddings=model.config.tie_embeddings)
         config = replace(
             self.config,
+            model=architecture,
             # The final directory, because the config is read after `atomic_directory` renames the temporary one.
             output=str(directory),
             data=with_tokenizer(self.config.data, directory / "tokenizer"),

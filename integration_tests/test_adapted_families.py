@@ -39,7 +39,8 @@ as two low-rank products. In convolutions (marked *), the adapter is added to th
 product, such as norms and biases, support neither.
 """
 PATHS = {"flux": ".*_blocks", "sd3": ".*blocks?", "unet": ".*attentions.*"}
-PATHS |= dict.fromkeys(("autoencoder_kl", "autoencoder_kl_wan"), ".*") | dict.fromkeys(("clip", "siglip"), ".*/blocks")
+PATHS |= dict.fromkeys(("autoencoder_kl", "autoencoder_kl_wan", "autoencoder_kl_ltx"), ".*")
+PATHS |= dict.fromkeys(("clip", "siglip"), ".*/blocks")
 SMALL = {"vocab_size": 64, "embed": 64, "heads": 4, "mlp": 64, "max_positions": 32}
 FEW = ("llama", "deepseek_v3", "qwen3_next")  # every kind of layer with products but convolutions
 SLOW = pytest.mark.slow
@@ -73,9 +74,14 @@ NARROW = {
     | {"text_dim": 64, "pooled_dim": 64, "text_tokens": 4, "size_features": 16},
     "wan": {"image_size": 8, "frames": 2, "head_dim": 16, "text_dim": 64, "text_tokens": 4, "time_features": 64}
     | {"extra_channels": 6, "image_dim": 64, "image_tokens": 5},
+    "ltx": {"image_size": 4, "frames": 2, "head_dim": 16, "text_dim": 64, "text_tokens": 4, "channels": 64},
     "autoencoder_kl": {"image_size": 8, "widths": (64, 64), "groups": 4, "blocks_per_level": 1},
     "autoencoder_kl_wan": {"image_size": 8, "frames": 3, "width": 64, "multipliers": (1, 2), "blocks_per_level": 1}
     | {"halves_frames": (True,)},
+    "autoencoder_kl_ltx": {"image_size": 8, "frames": 3, "patch": 2, "widths": (64, 128, 128), "blocks": (1, 1, 1)}
+    | {"downsamples": ("conv", None), "decoder_widths": (64, 128), "decoder_blocks": (1, 1, 1)}
+    | {"upsamples": (True, False), "upsample_factors": (1, 1), "upsample_residual": (False, False)}
+    | {"adds_noise": (False, False, False)},
     "qwen3_next": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32}
     | {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
     "qwen3_5": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32},

@@ -103,13 +103,18 @@ def assert_same_tensors(root, part, stem="diffusion_pytorch_model", prefix=""):
     before.pop(f"{prefix}embeddings.position_ids", None)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        np.testing.assert_array_equal(tensor.view(np.uint8), after[name].view(np.uint8), err_msg=name)
+        pair = (np.atleast_1d(each).view(np.uint8) for each in (tensor, after[name]))
+        np.testing.assert_array_equal(*pair, err_msg=name)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def make_tokenizer(directory):
+    """Returns the tokenizer of T5 for a few words."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -10.0), *((f"▁{word}", -1.0) for word in WORDS)]
-    directory = tmp_path_factory.mktemp("tokenizer")
     transformers.T5Tokenizer(vocab=pieces, extra_ids=0).save_pretrained(directory)
     return transformers.AutoTokenizer.from_pretrained(directory)
 

@@ -76,6 +76,8 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("autoencoder_kl", "stack_train.diffusion.autoencoder_kl:FAMILY")
     registry.add("siglip", "stack_train.contrastive.siglip:FAMILY")
     registry.add("clip", "stack_train.contrastive.clip:FAMILY")
+    registry.add("ltx", "stack_train.diffusion.ltx:FAMILY")
+    registry.add("autoencoder_kl_ltx", "stack_train.diffusion.autoencoder_kl_ltx:FAMILY")
     registry.add("autoencoder_kl_wan", "stack_train.diffusion.autoencoder_kl_wan:FAMILY")
 
 

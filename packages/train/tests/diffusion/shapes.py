@@ -130,7 +130,7 @@ def encoders(directory, autoencoder, *, width=32, tokens=6, name="FluxPipeline")
         )
         image_model = clip_vision.FAMILY.build(image_config, key=jax.random.key(len(made)))
         image = clip_vision.ImageEncoder(image_model, image_config)
-    text = TextEncoders(made, pipeline.condition, pipeline.clean)
+    text = TextEncoders(made, pipeline.condition, pipeline.clean, pipeline.counts_tokens)
     return Encoders(directory, autoencoder, text, pipeline, image)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from stack_core.abi.mesh import MeshConfig, check_shardings
 from stack_core.chips.device_mesh import make_mesh
-from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, dit, flux, sd3, unet, wan
+from stack_train.diffusion import autoencoder_kl, autoencoder_kl_ltx, autoencoder_kl_wan, dit, flux, ltx, sd3, unet, wan
 from stack_train.diffusion.compilation import SamplingProgram
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig
 from stack_train.diffusion.reconstruction import ReconstructionConfig
@@ -105,6 +105,13 @@ MODELS = {
         wan.FAMILY,
         FlowMatchingConfig(),
     ),
+    "ltx": (
+        ltx.LtxConfig(
+            image_size=4, frames=2, channels=4, layers=2, heads=4, head_dim=8, text_dim=16, text_tokens=4, **FLOATS
+        ),
+        ltx.FAMILY,
+        FlowMatchingConfig(),
+    ),
     "video_autoencoder": (
         autoencoder_kl_wan.AutoencoderKlWanConfig(
             image_size=SIDE,
@@ -122,6 +129,28 @@ MODELS = {
         autoencoder_kl_wan.FAMILY,
         ReconstructionConfig(),
     ),
+    "ltx_autoencoder": (
+        autoencoder_kl_ltx.AutoencoderKlLtxConfig(
+            image_size=SIDE,
+            frames=3,
+            channels=4,
+            latent_channels=2,
+            patch=2,
+            widths=(8, 8),
+            blocks=(1, 1),
+            downsamples=("spatiotemporal",),
+            decoder_widths=(16,),
+            decoder_blocks=(1, 1),
+            upsamples=(True,),
+            upsample_factors=(2,),
+            upsample_residual=(True,),
+            adds_noise=(True, False),
+            timestep_conditioning=True,
+            **FLOATS,
+        ),
+        autoencoder_kl_ltx.FAMILY,
+        ReconstructionConfig(),
+    ),
     "autoencoder": (
         autoencoder_kl.AutoencoderKlConfig(
             image_size=SIDE, channels=4, widths=(8, 16), blocks_per_level=1, groups=4, **FLOATS
@@ -137,6 +166,7 @@ KERNELS = {
     "sd3": ("dual_blocks", "image", "up"),
     "unet": ("mid_block", "attentions", 0, "blocks", "enter"),
     "wan": ("blocks", "up"),
+    "ltx": ("blocks", "up"),
 }
 
 
@@ -145,10 +175,11 @@ def batches(name):
     for step in range(STEPS):
         frames = (MODELS[name][0].frames,) if hasattr(MODELS[name][0], "frames") else ()
         # Flux trains on batches of two buckets.
-        height, width = (SIDE // 2, 2 * SIDE) if name == "flux" and step == 1 else (SIDE, SIDE)
+        side = MODELS[name][0].image_size
+        height, width = (side // 2, 2 * side) if name == "flux" and step == 1 else (side, side)
         batch = {"images": rng.normal(size=(ROWS, *frames, height, width, 4)), "weights": np.ones(ROWS)}
         batch["weights"][-3:] = 0.0  # rows weigh differently, so that a mean of means would be wrong
-        if name in ("flux", "sd3", "unet", "wan"):
+        if name in ("flux", "sd3", "unet", "wan", "ltx"):
             batch |= {"text": rng.normal(size=(ROWS, 4, 16))}
         if name in ("flux", "sd3", "unet"):
             batch |= {"pooled": rng.normal(size=(ROWS, 16))}
@@ -158,6 +189,8 @@ def batches(name):
         if name == "unet":
             batch |= {"sizes": np.tile([SIDE, SIDE, 0, 0, SIDE, SIDE], (ROWS, 1))}
         found = {key: value.astype(np.float32) for key, value in batch.items()}
+        if name == "ltx":
+            found["text_lengths"] = rng.integers(1, 5, ROWS).astype(np.int32)
         yield {**found, "labels": rng.integers(0, 10, ROWS).astype(np.int32)} if name == "dit" else found
 
 

@@ -1,8 +1,9 @@
 """Parts of diffusers directories in their publishers' own layout: every key, and tensors in shards.
 
-No copies of the files of Stable Diffusion and Wan were available: their keys are those of diffusers' classes, and
-their values come from model cards, and for Wan's autoencoder from the defaults of its class. The parameter counts were
-compared with diffusers' and transformers' classes of the same configs.
+No copies of the files of Stable Diffusion, Wan and LTX-Video were available: their keys are those of diffusers'
+classes, and their values come from model cards, for Wan's autoencoder from the defaults of its class, and for LTX-Video
+from public projects that quote them. The parameter counts were compared with diffusers' and transformers' classes of
+the same configs.
 """
 
 import json
@@ -18,12 +19,14 @@ from safetensors.numpy import save_file
 from stack_core.abi.errors import ConversionError
 from stack_train.diffusion import (
     autoencoder_kl,
+    autoencoder_kl_ltx,
     autoencoder_kl_wan,
     clip,
     clip_vision,
     dit,
     exchange,
     flux,
+    ltx,
     sd3,
     t5,
     unet,
@@ -53,6 +56,10 @@ PARAMETERS = {
     "Wan2.1-T2V-1.3B/vae": (autoencoder_kl_wan, 126_892_531),
     "Wan2.1-I2V-14B/transformer": (wan, 16_394_878_784),
     "Wan2.1-I2V-14B/image_encoder": (clip_vision, 630_766_080),
+    "LTX-Video/transformer": (ltx, 1_923_385_472),
+    "LTX-Video/vae": (autoencoder_kl_ltx, 419_193_905),
+    "LTX-Video-0.9.1/vae": (autoencoder_kl_ltx, 934_976_690),
+    "LTX-Video-0.9.5/vae": (autoencoder_kl_ltx, 1_246_913_778),
 }
 FLUX = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2}
 FLUX |= {"in_channels": 16, "out_channels": 16, "joint_attention_dim": 24, "pooled_projection_dim": 20}
@@ -76,6 +83,9 @@ def test_published_schedulers_are_read():
     assert shifts == [DynamicShift(), 1.0]
     wan_scheduler = read_scheduler(FOLDER / "Wan2.1-T2V-1.3B" / "scheduler")
     assert (wan_scheduler.objective.shift, wan_scheduler.sampler) == (3.0, SamplerConfig(name="unipc"))
+    ltx_scheduler = read_scheduler(FOLDER / "LTX-Video" / "scheduler")
+    shift = DynamicShift(base_shift=0.95, max_shift=2.05, base_tokens=1024)
+    assert (ltx_scheduler.objective.shift, ltx_scheduler.sampler) == (shift, SamplerConfig(terminal=0.1))
 
 
 def test_a_flux_that_predicts_other_channels_is_refused():
@@ -145,14 +155,25 @@ def test_another_stable_diffusion_3_is_refused(settings, message):
         sd3.COMPONENT.read_config(published("stable-diffusion-3-medium/transformer") | settings)
 
 
-def test_a_published_wan_is_the_default_and_is_written_with_the_same_values():
-    for name, family in (("transformer", wan), ("vae", autoencoder_kl_wan)):
-        mapping = {key: value for key, value in published(f"Wan2.1-T2V-1.3B/{name}").items() if key[0] != "_"}
-        config = family.COMPONENT.read_config(mapping)
-        assert config == family.FAMILY.config_class()
-        written_again = json.loads(json.dumps(family.COMPONENT.write_config(config)))
-        mapping.pop("dropout", None)  # acts in training only, and published files set it to 0
-        assert {key: written_again[key] for key in mapping} == mapping
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("Wan2.1-T2V-1.3B/transformer", wan),
+        ("Wan2.1-T2V-1.3B/vae", autoencoder_kl_wan),
+        ("LTX-Video/transformer", ltx),
+        ("LTX-Video/vae", autoencoder_kl_ltx),
+        ("LTX-Video-0.9.1/vae", autoencoder_kl_ltx),
+        ("LTX-Video-0.9.5/vae", autoencoder_kl_ltx),
+    ],
+)
+def test_a_published_config_of_videos_is_written_with_the_same_values(name, family):
+    mapping = {key: value for key, value in published(name).items() if key[0] != "_"}
+    config = family.COMPONENT.read_config(mapping)
+    # The first versions are the defaults.
+    assert (config == family.FAMILY.config_class()) == ("-0.9" not in name)
+    written_again = json.loads(json.dumps(family.COMPONENT.write_config(config)))
+    mapping.pop("dropout", None)  # acts in training only, and published files set it to 0
+    assert {key: written_again[key] for key in mapping} == mapping
 
 
 @pytest.mark.parametrize(
@@ -185,6 +206,36 @@ def test_another_wan_is_refused(name, settings, message):
         {"transformer": wan, "vae": autoencoder_kl_wan}[name].COMPONENT.read_config(
             published(f"Wan2.1-T2V-1.3B/{name}") | settings
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("/transformer", {"patch_size": 2, "patch_size_t": 2}, "patch_size=2, not 1; patch_size_t=2, not 1"),
+        ("/transformer", {"out_channels": 64}, "out_channels=64, not in_channels, 128"),
+        ("/transformer", {"cross_attention_dim": 4096}, "cross_attention_dim=4096, not 2048"),
+        ("/transformer", {"norm_elementwise_affine": True}, "norm_elementwise_affine=True, not False"),
+        ("/transformer", {"attention_bias": False}, "attention_bias=False, not True"),
+        ("/transformer", {"activation_fn": "geglu"}, "activation_fn='geglu', not 'gelu-approximate'"),
+        ("/vae", {"patch_size_t": 2}, "patch_size_t=2, not 1"),
+        ("/vae", {"out_channels": 1}, "out_channels=1, not 3"),
+        (
+            "/vae",
+            {"down_block_types": ["DownBlock"] * 4},
+            "down_block_types=.*'DownBlock'.* not all LTXVideoDown",
+        ),
+        ("/vae", {"spatial_compression_ratio": 16}, "spatial_compression_ratio=16, not 32"),
+        ("/vae", {"decoder_inject_noise": [False] * 4}, "adds_noise has 4 entries for 4 and 4 levels; give 5"),
+        ("/vae", {"timestep_conditioning": True}, "a level gets 512 channels and has 256, which timesteps"),
+        ("-0.9.5/vae", {"temporal_compression_ratio": None}, "temporal_compression_ratio=16, not 8"),
+        ("-0.9.5/vae", {"downsample_type": ["conv"] * 4}, "downsample_type='conv' in a LTXVideo095DownBlock3D"),
+        ("-0.9.5/vae", {"spatio_temporal_scaling": [True] * 3 + [False]}, "spatio_temporal_scaling=.* not all true"),
+    ],
+)
+def test_another_ltx_video_is_refused(name, settings, message):
+    component = (ltx if name == "/transformer" else autoencoder_kl_ltx).COMPONENT
+    with pytest.raises(ConversionError, match=message):
+        component.read_config(published(f"LTX-Video{name}") | settings)
 
 
 def written(component, mapping, directory, *, files):

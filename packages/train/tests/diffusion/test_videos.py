@@ -178,7 +178,10 @@ def test_a_missing_part_is_named(name, folder, pipeline, tmp_path):
         ({"boundary_ratio": 0.875}, "sets boundary_ratio=0.875 and transformer_2=.*None.*. Set both or neither"),
         ({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, "boundary_ratio=None and .*. Set both or neither"),
         ({"expand_timesteps": True}, "expand_timesteps=True"),
-        ({"_class_name": "WanVACEPipeline"}, "is a WanVACEPipeline; .*WanPipeline, WanImageToVideoPipeline are read"),
+        (
+            {"_class_name": "WanVACEPipeline"},
+            "is a WanVACEPipeline; .*WanPipeline, WanImageToVideoPipeline, .*are read",
+        ),
     ],
 )
 def test_pipelines_that_are_not_implemented_are_refused_by_name(entries, message, pipeline, tmp_path):
@@ -213,7 +216,7 @@ def test_videos_that_cannot_be_read_are_named(pipeline, tmp_path):
 
 def test_data_that_do_not_fit_the_model_are_refused():
     videos, encoded = VideosData(source="videos/*"), VideosData(source="videos/*", pipeline="none")
-    with pytest.raises(ConfigError, match=r"not for family 'dit'; use wan, or autoencoder_kl_wan"):
+    with pytest.raises(ConfigError, match=r"not for family 'dit'; use wan, ltx or an autoencoder"):
         videos.check(dit.DitConfig())
     with pytest.raises(ConfigError, match=r"Family 'wan' needs data.pipeline"):
         videos.check(wan.WanConfig())

@@ -48,7 +48,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     embedded_guidance: float | None = None,
     size: str | None = None,
     frames: int | None = None,
-    fps: float = 16.0,
+    fps: float | None = None,
     seed: Annotated[int, Parameter(negative=(), validator=Number(gte=0, lt=2**63))] = 0,
 ) -> None:
     """Sample images or videos: stack sample RUN --label 3 --out grid.png, stack sample hf:DIR --prompt "a red cat"
@@ -78,13 +78,14 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
         flow_matching, linspace ends at the lowest of 1000 times, the default of Stable Diffusion 3.
       eta: fraction of fresh noise in each ddim step.
       guidance: guidance scale; values above 1 follow the label or prompt more closely, with less variety. By default
-        7.5 for Stable Diffusion, 5 for Stable Diffusion XL and Wan, 7 for Stable Diffusion 3 and 1 for others.
+        7.5 for Stable Diffusion, 5 for Stable Diffusion XL and Wan, 7 for Stable Diffusion 3, 3 for LTX-Video and 1
+        for others.
       low_noise_guidance: guidance of the second denoiser of Wan 2.2, by default the same.
       guidance_rescale: fraction, 0 to 1, by which the contrast added by guidance is removed.
       embedded_guidance: guidance scale passed as an input to guidance-distilled models such as FLUX.1 dev.
       size: size in pixels, for latent diffusion models: a number, or WIDTHxHEIGHT.
-      frames: number of frames, for models of videos; by default the run's, or 81 for directories.
-      fps: frames per second of a video.
+      frames: number of frames, for models of videos; by default the run's, or for directories 81, or 161 of LTX-Video.
+      fps: frames per second of a video, by default 16, or 25 of LTX-Video, which makes videos of this rate.
       seed: seed of the noise; the same seed gives the same images.
     """
     model = local_address(model)
@@ -131,13 +132,14 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
             embedded_guidance=embedded_guidance,
             start=start,
             control=controlled,
+            frame_rate=fps if hasattr(opened.config, "frame_rate") else None,
         )
     else:
         _check_unprompted(embedded_guidance, negative_prompt, start)
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [_in_turn(labels, place, columns) for place in places]
         images = opened.images(turns, config, seed=seed)
-    _write(images, columns, path, fps)
+    _write(images, columns, path, fps or getattr(opened.config, "frame_rate", 16.0))
     if out is None and opened.step is not None:
         write_report(Path(model), saved_config(RunDirectory(Path(model))))
 
@@ -183,13 +185,13 @@ def _default_path(model: str, step: int | None, label: tuple[int, ...], suffix: 
     return Path(model) / "samples" / f"step-{step}{''.join(f'-{one}' for one in label)}{suffix}"
 
 
-def _check_video(path: Path, fps: float) -> None:
+def _check_video(path: Path, fps: float | None) -> None:
     """Raises a ConfigError before minutes of sampling if a video cannot be written."""
     from stack_train.diffusion.grid import VIDEO_SUFFIXES
 
     if path.suffix not in VIDEO_SUFFIXES:
         raise ConfigError(f"--out is {path}; videos are written as {', '.join(VIDEO_SUFFIXES)} files. Rename it.")
-    if not 0.0 < fps <= 100.0:
+    if fps is not None and not 0.0 < fps <= 100.0:
         raise ConfigError(f"--fps is {fps:g}; animations have up to 100 frames per second. Give such a number.")
 
 

@@ -17,12 +17,13 @@ from stack_train.data.cache import digest_of
 from stack_train.data.encoded_cache import EncodedRows, encode_once
 from stack_train.data.files import stat_digest
 from stack_train.diffusion.clip_vision import IMAGE_PROCESSOR
+from stack_train.diffusion.ltx import TEXT_LENGTHS
 from stack_train.diffusion.pipeline import Encoders, encoder_files
 from stack_train.diffusion.pipeline_classes import IMAGE_ENCODER, VAE
 from stack_train.diffusion.starts import encode_first_frames
 from stack_train.diffusion.wan import FIRST_FRAME, IMAGE_FEATURES
 
-__all__ = ["EncodedImages", "Latents", "encode_images", "encode_texts"]
+__all__ = ["TEXT_CONDITIONS", "EncodedImages", "Latents", "encode_images", "encode_texts"]
 
 _FORMAT = 2
 _IMAGE_PARTS = (IMAGE_ENCODER, IMAGE_PROCESSOR)
@@ -30,6 +31,9 @@ _KEY_CHARACTERS = 32
 # The standard deviation of latents should be 1. Values outside of this range indicate a wrong scaling_factor.
 _MIN_STD, _MAX_STD = 0.2, 5.0
 _CHECKED_IMAGES = 256
+
+TEXT_CONDITIONS = ("text", "pooled", TEXT_LENGTHS)
+"""Conditions from text encoders; most denoisers lack some."""
 
 Latents = Literal["mean", "sample"]
 """Latents to train on: their means, or new samples of their distribution in each epoch."""
@@ -43,7 +47,7 @@ class EncodedImages:
       latents: latents of each bucket: "mean" and, for samples, "std", both scaled, and for videos that begin with an
         image the conditions of the first frame.
       bucket_of, row_of: bucket of each image, and its row in the latents of the bucket.
-      texts: embeddings of the distinct captions: "text" of the tokens and, for some encoders, "pooled".
+      texts: embeddings of the distinct captions, some of `TEXT_CONDITIONS`.
       caption_of: row of `texts` for each image; images with equal captions share a row.
       empty: embeddings of the empty caption in place of dropped ones; None for zeros.
       sizes: original size, crop and target size of each image; None for denoisers without sizes.
@@ -93,17 +97,20 @@ class EncodedImages:
             found[FIRST_FRAME] = latents.take(FIRST_FRAME, self.row_of[places])
         if IMAGE_FEATURES in latents:
             found[IMAGE_FEATURES] = latents.take(IMAGE_FEATURES, self.row_of[places]).astype(self.dtype)
-        conditions = [name for name in ("text", "pooled") if name in self.texts]
-        found |= {name: self.texts.take(name, captions).astype(self.dtype) for name in conditions}
+        conditions = [name for name in TEXT_CONDITIONS if name in self.texts]
+        found |= {name: self._take_text(self.texts, name, captions) for name in conditions}
         if self.sizes is not None:
             found["sizes"] = self.sizes[places]
         if self.controls is not None:
             found["control"] = self.controls[self.bucket_of[places[0]]][self.row_of[places]]
         if self.empty is not None:
             for name in conditions:
-                row = self.empty.take(name, np.zeros(1, np.int64)).astype(self.dtype)
+                row = self._take_text(self.empty, name, np.zeros(1, np.int64))
                 found[f"negative_{name}"] = np.broadcast_to(row, found[name].shape)
         return found
+
+    def _take_text(self, texts: EncodedRows, name: str, rows: Int64[np.ndarray, " rows"]) -> np.ndarray:
+        return texts.take(name, rows).astype(np.int32 if name == TEXT_LENGTHS else self.dtype)
 
 
 def encode_images(
@@ -159,7 +166,7 @@ def encode_texts(encoders: Encoders, captions: Sequence[str], sizes: Sequence[in
       sizes: numbers on which the conditions depend besides the encoders' files.
 
     Returns:
-      "text" and, for some encoders, "pooled" of each caption.
+      Some of `TEXT_CONDITIONS` of each caption.
     """
     others = tuple(f"{part}/" for part in (VAE, *_IMAGE_PARTS))
     files = [(name, path) for name, path in encoder_files(encoders.directory) if not name.startswith(others)]

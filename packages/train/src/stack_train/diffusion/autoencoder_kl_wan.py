@@ -7,7 +7,7 @@ Source: Wan Team, Wan: Open and Advanced Large-Scale Video Generative Models, 20
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -19,7 +19,6 @@ from pydantic import PositiveFloat, PositiveInt
 from stack_core import ops
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
-from stack_train.diffusion.autoencoder_kl import clipped_log_variance
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.convolution import (
     CausalConvolution,
@@ -29,15 +28,20 @@ from stack_train.diffusion.convolution import (
     FrameCache,
     VideoFeatures,
 )
+from stack_train.diffusion.video_autoencoder import (
+    AutoencoderBuild,
+    Latents,
+    VideoAutoencoder,
+    Videos,
+    VideoSizes,
+    map_chunks,
+)
 from stack_train.models.reader import Reader, Setting
 from stack_train.nn.linear import FloatName
 
 __all__ = ["COMPONENT", "FAMILY", "AutoencoderKlWan", "AutoencoderKlWanConfig"]
 
 _ATTENTION = dict.fromkeys(("query", "key", "value"), ("batch", None, None, None))
-
-Videos = Float[Array, "batch frames height width channels"]
-Latents = Float[Array, "batch latent_frames latent_height latent_width latent_channels"]
 
 # Statistics for the latents of Wan 2.1.
 _MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
@@ -47,7 +51,7 @@ _STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 
 
 @config
-class AutoencoderKlWanConfig:
+class AutoencoderKlWanConfig(VideoSizes):
     """Size and numerics of an autoencoder of videos. The defaults match Wan 2.1.
 
     Attributes:
@@ -100,12 +104,10 @@ class AutoencoderKlWanConfig:
 
     @property
     def downsampling(self) -> int:
-        """Pixels of a side for each side of a latent."""
         return 2 ** len(self.halves_frames)
 
     @property
     def frames_per_latent(self) -> int:
-        """Frames for each latent but the first, which has one frame."""
         return 2 ** sum(self.halves_frames)
 
     @property
@@ -118,57 +120,20 @@ class AutoencoderKlWanConfig:
         """Mean of each channel of the latents, subtracted for denoisers."""
         return list(self.latents_mean)
 
-    @property
-    def classes(self) -> int:
-        """Labels, of which the model takes none."""
-        return 0
 
-    def latent_frames(self, frames: int) -> int:
-        """Returns the number of latents of a video.
-
-        Raises:
-          ConfigError: the latents have another number of frames; gives the nearest ones.
-        """
-        factor = self.frames_per_latent
-        if frames < 1 or (frames - 1) % factor:
-            nearest = [max(frames - 1, 0) // factor * factor + 1 + more for more in (0, factor)]
-            raise ConfigError(
-                f"The video has {frames} frames. The autoencoder takes one frame and then {factor} for each latent: "
-                f"give {' or '.join(map(str, nearest))}."
-            )
-        return (frames - 1) // factor + 1
-
-    def check_video(self, frames: int, height: int, width: int) -> None:
-        """Raises a ConfigError if the latents of a video would have another size."""
-        self.latent_frames(frames)
-        if height % self.downsampling or width % self.downsampling:
-            raise ConfigError(
-                f"Frames of {height} x {width} pixels are not multiples of {self.downsampling}, by which the "
-                f"{len(self.multipliers)} levels shrink them. Take other sides (image_size)."
-            )
-
-
-class _Build:
-    """Makes layers of a config; the nth that draws values draws them from `fold_in(key, n)`."""
-
-    def __init__(self, config: AutoencoderKlWanConfig, key: jax.Array) -> None:
-        self.config, self._key, self._draws = config, key, itertools.count()
+class _Build(AutoencoderBuild):
+    """Makes the layers of an `AutoencoderKlWanConfig`."""
 
     def causal(self, channels: tuple[int, int], *, frames: int = 3, side: int = 3) -> CausalConvolution:
         return CausalConvolution(
-            channels, frames=frames, side=side, param_dtype=self.config.param_dtype, key=self._next_key()
+            channels, frames=frames, side=side, param_dtype=self.config.param_dtype, key=self.next_key()
         )
 
     def convolution(self, channels: tuple[int, int], *, side: int = 3, stride: int = 1) -> Convolution:
-        return Convolution(
-            channels, side=side, stride=stride, param_dtype=self.config.param_dtype, key=self._next_key()
-        )
+        return Convolution(channels, side=side, stride=stride, param_dtype=self.config.param_dtype, key=self.next_key())
 
     def norm(self, channels: int, *, axes: int = 3) -> ChannelNorm:
         return ChannelNorm(channels, self.config.param_dtype, axes=axes)
-
-    def _next_key(self) -> jax.Array:
-        return jax.random.fold_in(self._key, next(self._draws))
 
 
 def _frame_by_frame(layer: Callable[[Features], Features], x: VideoFeatures) -> VideoFeatures:
@@ -234,9 +199,9 @@ class Downsample(nnx.Module):
             return x
         joined = cache.prepend(x, 1)
         if not cache.is_first:
-            return self.time_conv.convolve(joined, 2)
+            return self.time_conv.convolve(joined, (2, 1, 1))
         # The first frame is not convolved, but the second output depends on it.
-        return jnp.concatenate([x[:, :1], self.time_conv.convolve(x, 2)], axis=1) if x.shape[1] > 1 else x
+        return jnp.concatenate([x[:, :1], self.time_conv.convolve(x, (2, 1, 1))], axis=1) if x.shape[1] > 1 else x
 
 
 class Upsample(nnx.Module):
@@ -331,8 +296,8 @@ class Decoder(nnx.Module):
         return self.conv_out(jax.nn.silu(self.norm_out(x)), cache)
 
 
-class AutoencoderKlWan(nnx.Module):
-    """An autoencoder of videos whose latents are normal: z = mean + exp(log_variance / 2) e."""
+class AutoencoderKlWan(VideoAutoencoder):
+    """Wan's autoencoder, whose layers are all causal."""
 
     def __init__(self, config: AutoencoderKlWanConfig, *, key: jax.Array) -> None:
         self.config, build, latent = config, _Build(config, key), config.latent_channels
@@ -340,80 +305,17 @@ class AutoencoderKlWan(nnx.Module):
         self.quant_conv = build.causal((2 * latent, 2 * latent), frames=1, side=1)
         self.post_quant_conv = build.causal((latent, latent), frames=1, side=1)
 
-    def encode(self, images: Videos, *, by_chunks: bool = False) -> tuple[Latents, Latents]:
-        """Returns means and log-variances of the latents, in float32.
+    def run_encoder(self, x: Videos, *, by_chunks: bool) -> Latents:
+        frames = self.config.frames_per_latent
+        encoded = map_chunks(self.encoder, x, frames) if by_chunks else self.encoder(x, FrameCache())
+        return self.quant_conv.convolve(encoded)
 
-        Args:
-          by_chunks: computes one latent after another, which takes less memory; the result is the same.
+    def run_decoder(self, latents: Latents, *, by_chunks: bool) -> Videos:
+        x = self.post_quant_conv.convolve(latents)
+        return map_chunks(self.decoder, x, 1) if by_chunks else self.decoder(x, FrameCache())
 
-        Raises:
-          ConfigError: the latents have another size or number of frames.
-        """
-        self.config.check_video(*images.shape[1:4])
-        x = images.astype(self.config.dtype)
-        encoded = (
-            _by_chunks(self.encoder, x, self.config.frames_per_latent) if by_chunks else self.encoder(x, FrameCache())
-        )
-        moments = self.quant_conv.convolve(encoded)
-        mean, log_variance = jnp.split(moments.astype(jnp.float32), 2, axis=-1)
-        return mean, clipped_log_variance(log_variance)
-
-    def decode(self, latents: Latents, *, by_chunks: bool = False) -> Videos:
-        """Returns videos, -1 to 1, in float32; see `encode`."""
-        return jnp.clip(self._decoded(latents, by_chunks=by_chunks), -1.0, 1.0)
-
-    def _decoded(self, latents: Latents, *, by_chunks: bool) -> Videos:
-        x = self.post_quant_conv.convolve(latents.astype(self.config.dtype))
-        return (_by_chunks(self.decoder, x, 1) if by_chunks else self.decoder(x, FrameCache())).astype(jnp.float32)
-
-    def __call__(self, images: Videos, *, key: jax.Array) -> tuple[Videos, Latents, Latents]:
-        """Returns the videos decoded from sampled latents, and the means and log-variances of the latents."""
-        mean, log_variance = self.encode(images)
-        latents = mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape)
-        # Not clipped, since values outside would get no gradient.
-        return self._decoded(latents, by_chunks=False), mean, log_variance
-
-    def on_batch(self, batch: Mapping[str, jax.Array]) -> Videos:
-        """See `RunsOnBatches`."""
-        # The mean: sampled latents would make the result random.
-        return self.decode(self.encode(batch["images"])[0])
-
-    def scaled_latents(self, images: Videos) -> Latents:
-        """Computes the means of the latents, scaled for a denoiser."""
-        return self.scaled_moments(images)[0]
-
-    def scaled_moments(self, images: Videos) -> tuple[Latents, Latents]:
-        """Computes the means and the standard deviations of the latents, scaled for a denoiser."""
-        mean, log_variance = self.encode(images, by_chunks=True)
-        std = jnp.array(self.config.latents_std)
-        return (mean - jnp.array(self.config.latents_mean)) / std, jnp.exp(0.5 * log_variance) / std
-
-    def images_of(self, scaled: Latents) -> Videos:
-        """Decodes scaled latents of a denoiser."""
-        config = self.config
-        latents = scaled * jnp.array(config.latents_std) + jnp.array(config.latents_mean)
-        return self.decode(latents, by_chunks=True)
-
-
-def _by_chunks(
-    layers: Callable[[VideoFeatures, FrameCache], VideoFeatures], x: VideoFeatures, frames: int
-) -> VideoFeatures:
-    """Applies causal layers to the first frame of a video, then to `frames` after `frames`."""
-    cache = FrameCache()
-    first = layers(x[:, :1], cache)
-    if x.shape[1] == 1:
-        return first
-    chunks = jnp.moveaxis(x[:, 1:].reshape(x.shape[0], -1, frames, *x.shape[2:]), 1, 0)
-
-    def step(before: list[Array], chunk: VideoFeatures) -> tuple[list[Array], VideoFeatures]:
-        cache = FrameCache(before)
-        y = layers(chunk, cache)
-        return cache.stored, y
-
-    _, others = jax.lax.scan(step, cache.stored, chunks)
-    # [chunks, batch, frames, height, width, channels]
-    others = jnp.moveaxis(others, 0, 1)
-    return jnp.concatenate([first, others.reshape(x.shape[0], -1, *others.shape[3:])], axis=1)
+    def statistics(self) -> tuple[Float[Array, " channels"], Float[Array, " channels"]]:
+        return jnp.array(self.config.latents_mean), jnp.array(self.config.latents_std)
 
 
 class AutoencoderKlWanFamily:

@@ -47,9 +47,9 @@ class Component:
       settings: fields that both configs have, by our name.
       fixed: keys with the only value that the model supports.
       silent: keys without an effect on the computation, in addition to `HARMLESS_KEYS`.
-      names: maps paths of our modules to module names in the files. A parameter other than a kernel, scale, bias or
-        gamma has an entry with its full name. "{layer}" stands for the index of a layer, because our layers are
-        stacked. A module without an entry has the same path in the files, with dots.
+      names: maps paths of our modules to module names in the files, or of parameters to their full names. "{layer}"
+        stands for the index of a layer, because our layers are stacked. A module without an entry has the same path in
+        the files, with dots.
       rename: name of a module without an entry in `names`, if it is not the path with dots.
       first_layers: index of the first layer of stacked modules that do not begin at layer 0, by the first part of their
         path.
@@ -125,7 +125,7 @@ class Component:
         if path in self.names:
             name, kernel = self.names[path], False
         else:
-            name = (self.names.get(module) or self.rename(module)) + _ENDS[end]
+            name = (self.names.get(module) or self.rename(module)) + _ENDS.get(end, f".{end}")
             kernel = end == "kernel"
         square = self.squares(config).get(module) if kernel else None
         first = self.first_layers(config).get(path.partition("/")[0], 0)

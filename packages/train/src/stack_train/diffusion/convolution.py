@@ -10,7 +10,16 @@ from jaxtyping import Array, Float
 
 from stack_train.nn.linear import FloatName
 
-__all__ = ["CausalConvolution", "ChannelNorm", "Convolution", "Features", "FrameCache", "GroupNorm", "VideoFeatures"]
+__all__ = [
+    "CausalConvolution",
+    "ChannelNorm",
+    "Convolution",
+    "EdgeConvolution",
+    "Features",
+    "FrameCache",
+    "GroupNorm",
+    "VideoFeatures",
+]
 
 Features = Float[Array, "batch _ _ _"]
 """[batch, height, width, channels], of which layers change all but the first."""
@@ -108,9 +117,18 @@ class FrameCache:
         self.is_first, self.stored = frames is None, list[Array]()
         self._frames = iter(frames or ())
 
-    def prepend(self, x: VideoFeatures, frames: int) -> VideoFeatures:
-        """Returns x after the last frames of the previous chunk, or zeros; stores the last frames of the result."""
-        before = jnp.zeros((x.shape[0], frames, *x.shape[2:]), x.dtype) if self.is_first else next(self._frames)
+    def prepend(self, x: VideoFeatures, frames: int, *, copies: int | None = None) -> VideoFeatures:
+        """Returns x after the last frames of the previous chunk; stores the last `frames` frames of the result.
+
+        Args:
+          copies: number of copies of the first frame before the first chunk; None for `frames` frames of zeros.
+        """
+        if not self.is_first:
+            before = next(self._frames)
+        elif copies is None:
+            before = jnp.zeros((x.shape[0], frames, *x.shape[2:]), x.dtype)
+        else:
+            before = x[:, :1].repeat(copies, axis=1)
         joined = jnp.concatenate([before, x], axis=1)
         self.stored.append(joined[:, joined.shape[1] - frames :])
         return joined
@@ -135,14 +153,51 @@ class CausalConvolution(nnx.Module):
         frames = self.kernel.shape[0] - 1
         return self.convolve(cache.prepend(x, frames) if frames else x)
 
-    def convolve(self, x: VideoFeatures, stride: int = 1) -> VideoFeatures:
-        """Convolves frames that have all their earlier frames in x; each output is `stride` frames after the last."""
+    def convolve(self, x: VideoFeatures, strides: tuple[int, int, int] = (1, 1, 1)) -> VideoFeatures:
+        """Convolves frames that have all their earlier frames in x.
+
+        Args:
+          strides: distances of the outputs in frames, rows and columns.
+        """
         padding = self.kernel.shape[1] // 2
         y = jax.lax.conv_general_dilated(
             x,
             self.kernel[...].astype(x.dtype),
-            (stride, 1, 1),
+            strides,
             ((0, 0), (padding, padding), (padding, padding)),
             dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
         )
         return y + self.bias[...].astype(x.dtype)
+
+
+class EdgeConvolution(CausalConvolution):
+    """A convolution of videos before which the first frame is repeated, instead of zeros.
+
+    Args:
+      side: number of frames, rows and columns of the kernel.
+      stride: distance of the outputs in frames, rows and columns.
+      is_causal: no frame reads a later one. Otherwise, the last frame is repeated after the video, too.
+    """
+
+    def __init__(
+        self,
+        channels: tuple[int, int],
+        *,
+        side: int = 3,
+        stride: int = 1,
+        is_causal: bool,
+        param_dtype: FloatName,
+        key: jax.Array,
+    ) -> None:
+        super().__init__(channels, frames=side, side=side, param_dtype=param_dtype, key=key)
+        self.stride, self.is_causal = stride, is_causal
+
+    def __call__(self, x: VideoFeatures, cache: FrameCache) -> VideoFeatures:
+        """Convolves a chunk of a video, or a complete video if the convolution is not causal."""
+        frames = self.kernel.shape[0] - 1
+        if frames and self.is_causal:
+            # The windows of outputs overlap by this many frames.
+            x = cache.prepend(x, frames - self.stride + 1, copies=frames)
+        elif frames:
+            x = jnp.pad(x, ((0, 0), (frames // 2, frames // 2), (0, 0), (0, 0), (0, 0)), mode="edge")
+        return self.convolve(x, (self.stride, self.stride, self.stride))

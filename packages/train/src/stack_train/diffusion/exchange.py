@@ -21,7 +21,18 @@ from stack_train.data.image_batches import ImageSettings
 from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.data.kinds.images import ImagesData
 from stack_train.data.kinds.videos import VideosData
-from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, controlnet, dit, flux, sd3, unet, wan
+from stack_train.diffusion import (
+    autoencoder_kl,
+    autoencoder_kl_ltx,
+    autoencoder_kl_wan,
+    controlnet,
+    dit,
+    flux,
+    ltx,
+    sd3,
+    unet,
+    wan,
+)
 from stack_train.diffusion.components import Component, load_component, save_component
 from stack_train.diffusion.denoiser import VideosConfig
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig, denoising_of
@@ -34,7 +45,8 @@ from stack_train.variables.weights import read_model, read_params
 
 __all__ = ["component_in", "component_of", "export_images", "import_images"]
 
-_MODULES = (dit, flux, sd3, unet, wan, autoencoder_kl, autoencoder_kl_wan)
+_AUTOENCODERS = (autoencoder_kl, autoencoder_kl_wan, autoencoder_kl_ltx)
+_MODULES = (dit, flux, sd3, unet, wan, ltx, *_AUTOENCODERS)
 _COMPONENTS = {module.COMPONENT.family.name: module.COMPONENT for module in _MODULES}
 _SOURCE, _VIDEOS = "images/**/*", "videos/*"
 
@@ -106,7 +118,7 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
         return config, pipeline.model
     name = json.loads((directory / "config.json").read_bytes())["_class_name"]
     # Denoisers of texts need their encoders, so they are read with their directories only.
-    alone = (dit.COMPONENT, autoencoder_kl.COMPONENT, autoencoder_kl_wan.COMPONENT)
+    alone = (dit.COMPONENT, *(module.COMPONENT for module in _AUTOENCODERS))
     known = {name: each for each in alone for name in (each.class_name, *each.former_names)}
     if name not in known:
         raise ConversionError(
@@ -114,7 +126,7 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
         )
     config, model = load_component(known[name], directory)
     objective = FlowMatchingConfig() if known[name] is dit.COMPONENT else ReconstructionConfig()
-    is_video = known[name] is autoencoder_kl_wan.COMPONENT
+    is_video = isinstance(config, VideosConfig)
     data = VideosData(source=_VIDEOS) if is_video else ImagesData(source=_SOURCE)
     return RunConfig(output=output, model=config, data=data, objective=objective), model
 
@@ -149,8 +161,8 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
             )
         save_pipeline(directory, Pipeline(config, model, encoders, objective, encoders.pipeline.sampler))
     else:
-        if component in (autoencoder_kl.COMPONENT, autoencoder_kl_wan.COMPONENT):
-            config = replace(config, **measured_scale(model, saved))
+        if component in [module.COMPONENT for module in _AUTOENCODERS]:
+            config = _normalized(model, config, saved)
         save_component(component, directory, config, model)
     return _conversion(directory, model, config)
 
@@ -167,8 +179,11 @@ def _conversion(directory: Path, model: Any, config: Any) -> Conversion:
     return Conversion(directory, parameters, sum(leaf.nbytes for leaf in leaves), config.param_dtype, ())
 
 
-def measured_scale(model: Any, saved: RunConfig) -> dict[str, Any]:
-    """Returns the fields of an autoencoder's config that normalize the latents of held-out images or videos."""
+def _normalized(model: Any, config: Any, saved: RunConfig) -> Any:
+    """Returns an autoencoder's config that normalizes the latents of held-out images or videos.
+
+    Statistics that are variables of the model are set there.
+    """
     batches = saved.data.build(seed=saved.run.seed, model=saved.model)
     # A run without held-out images measures on training images.
     batch: Mapping[str, np.ndarray] = next(iter(batches.validation_batches()), None) or next(batches.train_iterator())
@@ -177,7 +192,10 @@ def measured_scale(model: Any, saved: RunConfig) -> dict[str, Any]:
     graph, state = nnx.split(model)
     mean, _ = jax.jit(lambda state, images: nnx.merge(graph, state).encode(images))(state, jnp.asarray(images))
     if not isinstance(saved.model, VideosConfig):
-        return {"scaling_factor": float(1.0 / jnp.std(mean)), "shift_factor": 0.0}
+        return replace(config, scaling_factor=float(1.0 / jnp.std(mean)), shift_factor=0.0)
     every = tuple(range(mean.ndim - 1))
-    means, stds = mean.mean(every).tolist(), mean.std(every).tolist()
-    return {"latents_mean": tuple(means), "latents_std": tuple(stds)}
+    means, stds = mean.mean(every), mean.std(every)
+    if isinstance(model, autoencoder_kl_ltx.AutoencoderKlLtx):
+        model.set_statistics(means, stds)
+        return replace(config, scaling_factor=1.0)
+    return replace(config, latents_mean=tuple(means.tolist()), latents_std=tuple(stds.tolist()))

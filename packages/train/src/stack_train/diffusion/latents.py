@@ -25,7 +25,7 @@ class Begun:
     """Latents of an initial image, a mask of latents to generate, and extra input channels of the denoiser."""
 
     latents: Images
-    mask: Float[Array, "batch height width 1"] | None
+    mask: Float[Array, "batch *frames height width 1"] | None
     extra: Float[Array, "batch height width extra"] | None
 
 

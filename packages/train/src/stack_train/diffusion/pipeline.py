@@ -14,7 +14,7 @@ from flax import nnx
 
 from stack_core.abi.errors import ConversionError
 from stack_core.runtime.atomic_directory import atomic_directory
-from stack_train.diffusion import clip_vision, flux, sd3, t5, unet
+from stack_train.diffusion import clip_vision, flux, ltx, sd3, t5, unet, wan
 from stack_train.diffusion.clip_vision import (
     IMAGE_PROCESSOR,
     ImageEncoder,
@@ -96,7 +96,15 @@ class Encoders:
         sizes = {"image_size": autoencoder.image_size // autoencoder.downsampling}
         if isinstance(autoencoder, VideosConfig):
             sizes["frames"] = self.autoencoder.config.latent_frames(autoencoder.frames)
-        return sizes
+        return sizes | self._units
+
+    @property
+    def _units(self) -> dict[str, int]:
+        """Pixels and frames of a latent, for denoisers whose positions are pixels and seconds."""
+        if self.pipeline.denoiser is not ltx.COMPONENT:
+            return {}
+        autoencoder = self.autoencoder.config
+        return {"pixels_per_latent": autoencoder.downsampling, "frames_per_latent": autoencoder.frames_per_latent}
 
     def check(self, model: Any) -> None:
         """Compares with the config of a denoiser.
@@ -112,10 +120,10 @@ class Encoders:
             )
         autoencoder = self.autoencoder.config
         parts: dict[str, Mapping[str, int | None]] = {
-            f"{VAE} gives": {"channels": autoencoder.latent_channels},
+            f"{VAE} gives": {"channels": autoencoder.latent_channels, **self._units},
             f"{' + '.join(self.text.encoders)} gives": self.text.sizes(),
         }
-        if self.pipeline.video_size is not None:
+        if self.pipeline.denoiser is wan.COMPONENT:
             # The mask and the latents of the first frame.
             extra = autoencoder.frames_per_latent + autoencoder.latent_channels
             reads = self.pipeline.begins_with_image
@@ -184,7 +192,8 @@ def open_encoders(directory: Path, *, text_tokens: int | None = None, text_dim: 
     image = None
     if pipeline.image_encoder is not None:
         image = open_image_encoder(directory / IMAGE_ENCODER, directory / IMAGE_PROCESSOR)
-    return Encoders(directory, autoencoder, TextEncoders(encoders, condition, pipeline.clean), pipeline, image)
+    text = TextEncoders(encoders, condition, pipeline.clean, pipeline.counts_tokens)
+    return Encoders(directory, autoencoder, text, pipeline, image)
 
 
 def _count_t5_tokens(

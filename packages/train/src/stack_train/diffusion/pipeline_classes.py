@@ -8,7 +8,19 @@ from typing import Any
 import jax.numpy as jnp
 
 from stack_core.abi.errors import ConversionError
-from stack_train.diffusion import autoencoder_kl, autoencoder_kl_wan, clip, clip_vision, flux, sd3, t5, unet, wan
+from stack_train.diffusion import (
+    autoencoder_kl,
+    autoencoder_kl_ltx,
+    autoencoder_kl_wan,
+    clip,
+    clip_vision,
+    flux,
+    ltx,
+    sd3,
+    t5,
+    unet,
+    wan,
+)
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.denoiser import Condition
 from stack_train.diffusion.samplers import SamplerConfig
@@ -50,6 +62,8 @@ class PipelineClass:
       clean: rewrites prompts before they are tokenized.
       video_size: default height, width and frames in diffusers; None for images.
       begins_with_image: True for videos that begin with an image.
+      may_begin_with_image: True for videos that begin with an image if one is given.
+      counts_tokens: the denoiser reads the number of tokens of a text, without padding.
       image_encoder: component of the image encoder; None without.
       refused: entries of its index that change the function and are not supported.
     """
@@ -71,6 +85,8 @@ class PipelineClass:
     clean: Callable[[str], str] = str
     video_size: tuple[int, int, int] | None = None
     begins_with_image: bool = False
+    may_begin_with_image: bool = False
+    counts_tokens: bool = False
     image_encoder: Component | None = None
     refused: tuple[str, ...] = ()
 
@@ -104,7 +120,7 @@ def _flux_condition(outputs: Sequence[Any]) -> Condition:
     return {"text": outputs[1], "pooled": outputs[0].pooled}
 
 
-def _wan_condition(outputs: Sequence[Any]) -> Condition:
+def _text_condition(outputs: Sequence[Any]) -> Condition:
     return {"text": outputs[0]}
 
 
@@ -150,7 +166,7 @@ _WAN = PipelineClass(
     denoiser=wan.COMPONENT,
     folder="transformer",
     text={"text_encoder": (t5.UMT5, _T5_TOKENIZER)},
-    condition=_wan_condition,
+    condition=_text_condition,
     sampler=SamplerConfig(spacing="linspace"),
     flows=True,
     guidance=5.0,
@@ -214,4 +230,20 @@ PIPELINES = (
     ),
     _WAN,
     replace(_WAN, name="WanImageToVideoPipeline", begins_with_image=True, image_encoder=clip_vision.COMPONENT),
+    PipelineClass(
+        name="LTXPipeline",
+        tasks=("LTXImageToVideoPipeline",),
+        denoiser=ltx.COMPONENT,
+        folder="transformer",
+        text={"text_encoder": (t5.COMPONENT, _T5_TOKENIZER)},
+        condition=_text_condition,
+        t5_tokens=128,
+        sampler=SamplerConfig(),
+        flows=True,
+        guidance=3.0,
+        vae=autoencoder_kl_ltx.COMPONENT,
+        video_size=(512, 704, 161),
+        may_begin_with_image=True,
+        counts_tokens=True,
+    ),
 )

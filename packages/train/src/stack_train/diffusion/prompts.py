@@ -19,6 +19,8 @@ from stack_core.abi.errors import ConversionError
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion.components import StoredComponent
 from stack_train.diffusion.denoiser import Condition
+from stack_train.diffusion.ltx import TEXT_LENGTHS
+from stack_train.diffusion.t5 import count_tokens
 
 __all__ = ["PromptTokenizer", "TextEncoder", "TextEncoders", "load_prompt_tokenizer"]
 
@@ -153,14 +155,19 @@ class TextEncoders:
       encoders: the encoders by their folder in a diffusers directory.
       condition: makes the condition of their outputs, in the same order.
       clean: rewrites prompts before they are tokenized.
+      counts_tokens: adds the number of tokens of each prompt, without padding, for a single encoder.
     """
 
     encoders: Mapping[str, TextEncoder]
     condition: Callable[[Sequence[Any]], Condition]
     clean: Callable[[str], str] = str
+    counts_tokens: bool = False
 
     def __call__(self, prompts: Sequence[str]) -> Condition:
-        """Returns "text", [prompts, tokens, text_dim], and for some "pooled", [prompts, pooled_dim], in float32."""
+        """Returns "text", [prompts, tokens, text_dim], in float32.
+
+        Some also return "pooled", [prompts, pooled_dim], or "text_lengths", int32[prompts].
+        """
         cleaned = [self.clean(prompt) for prompt in prompts]
         ids = [jnp.asarray(each.tokenizer(cleaned)) for each in self.encoders.values()]
         return self._encode([nnx.state(each.model) for each in self.encoders.values()], ids)
@@ -173,7 +180,11 @@ class TextEncoders:
         @jax.jit
         def encode(states: Sequence[Any], ids: Sequence[Int32[Array, "prompts _"]]) -> Condition:
             merged = [nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True)]
-            return self.condition([model(each) for model, each in zip(merged, ids, strict=True)])
+            condition = self.condition([model(each) for model, each in zip(merged, ids, strict=True)])
+            if not self.counts_tokens:
+                return condition
+            (encoder,) = self.encoders.values()
+            return {**condition, TEXT_LENGTHS: count_tokens(ids[0], encoder.tokenizer.pad_id)}
 
         return encode
 

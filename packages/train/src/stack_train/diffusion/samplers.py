@@ -442,7 +442,7 @@ class Inpainting:
     """
 
     images: Images
-    mask: Float[Array, "batch height width 1"]
+    mask: Float[Array, "batch *frames height width 1"]
 
 
 def sample(

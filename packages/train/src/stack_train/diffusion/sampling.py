@@ -27,6 +27,7 @@ from stack_train.diffusion.denoiser import (
 )
 from stack_train.diffusion.latents import Begun, initial_noise, sample_latents, sampling_table
 from stack_train.diffusion.lora import merge_lora
+from stack_train.diffusion.ltx import FRAME_RATE
 from stack_train.diffusion.objectives import Denoises, denoising_of
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
 from stack_train.diffusion.samplers import SamplerConfig, Table
@@ -37,7 +38,9 @@ from stack_train.diffusion.starts import (
     check_start,
     encode_start,
     first_frame_condition,
+    keep_first_frame,
 )
+from stack_train.diffusion.wan import FIRST_FRAME
 from stack_train.run.config import run_config
 from stack_train.variables.weights import read_model
 
@@ -153,6 +156,7 @@ class ImageSampler:
         embedded_guidance: float | None = None,
         start: "Start | None" = None,
         control: Control | None = None,
+        frame_rate: float | None = None,
     ) -> UInt8[np.ndarray, "images *frames height width channels"]:
         """Samples one image or video per prompt. Prompts that are too long are truncated with a warning.
 
@@ -162,27 +166,31 @@ class ImageSampler:
           start: initial image; `sampler.strength` is the fraction of the steps that change this image.
           embedded_guidance: guidance scale, an input of guidance-distilled models; None uses the config's.
           control: control image of a model with a ControlNet.
+          frame_rate: frames per second, an input of some models of videos (LTX-Video); None uses the config's.
 
         Raises:
-          GenerationError: the model does not support prompts, control images or embedded guidance, or `negative` is
-            set without guidance.
+          GenerationError: the model does not support prompts, control images, embedded guidance or frame rates, or
+            `negative` is set without guidance.
         """
         reads_image = bool(getattr(self.config, "extra_channels", 0))
         if self.makes_videos:
-            check_first_frame(start, sampler, reads_image=reads_image)
+            takes_image = getattr(self.config, "takes_image", False)
+            check_first_frame(start, sampler, needs_image=reads_image, takes_image=takes_image)
         else:
             check_start(start, sampler, reads_mask=reads_image)
         if self.encoders is None:
             raise GenerationError(
                 f"A {type(self.model).__name__} takes no prompts; give --label, or a model that is conditioned on "
-                "texts, such as flux, sd3, unet or wan.",
+                "texts, such as flux, sd3, unet, wan or ltx.",
                 parameter="prompt",
             )
         condition = self.condition(prompts, sampler, negative=negative, embedded_guidance=embedded_guidance)
         condition |= self._control_condition(control, len(prompts))
+        condition |= self._frame_rate_condition(frame_rate, len(prompts))
         begun = None
         if start is not None and self.makes_videos:
             condition |= self._first_frame(start, len(prompts))
+            begun = self._kept(condition)
         elif start is not None:
             begun = self._begun(start, len(prompts))
         latents = self._sampled(condition, len(prompts), sampler, seed, begun=begun, control=control)
@@ -206,6 +214,20 @@ class ImageSampler:
         encoders: Any = self.encoders
         check_pixels({"control": control.image}, encoders, self.sides)
         return {"control": jnp.broadcast_to(control.image, (count, *control.image.shape))}
+
+    def _frame_rate_condition(self, frame_rate: float | None, count: int) -> dict[str, jax.Array]:
+        """Returns the frame rate of each video; raises a GenerationError if the model does not read it."""
+        if frame_rate is None:
+            return {}
+        if getattr(self.config, FRAME_RATE, None) is None:
+            raise GenerationError("The model reads no frame rate. Leave it out.", parameter="frame_rate")
+        return {FRAME_RATE: jnp.full(count, frame_rate, jnp.float32)}
+
+    def _kept(self, condition: Condition) -> Begun | None:
+        """Returns the frame that sampling preserves if the model does not read it in additional channels."""
+        if not getattr(self.config, "takes_image", False):
+            return None
+        return keep_first_frame(condition[FIRST_FRAME], self.shape[0])
 
     def _begun(self, start: Start, count: int) -> Begun:
         encoders: Any = self.encoders
@@ -311,7 +333,7 @@ def open_images(
     Args:
       size: height and width of the images in pixels; None uses the size in the autoencoder's config, or of the run's
         images.
-      frames: number of frames of the videos; None uses the run's, or for directories 81.
+      frames: number of frames of the videos; None uses the run's, or for directories the default of diffusers.
       loras: LoRA files to merge into a diffusers directory, and their scales.
       controlnet: directory of a ControlNet of a diffusers directory's UNet.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Array, Float, UInt8
 
 from stack_core.abi.errors import GenerationError
 from stack_train.diffusion.latents import Begun
@@ -22,6 +22,7 @@ __all__ = [
     "encode_first_frames",
     "encode_start",
     "first_frame_condition",
+    "keep_first_frame",
 ]
 
 _HALF = 127
@@ -52,11 +53,11 @@ def check_start(start: Start | None, sampler: SamplerConfig, *, reads_mask: bool
         )
 
 
-def check_first_frame(start: Start | None, sampler: SamplerConfig, *, reads_image: bool) -> None:
+def check_first_frame(start: Start | None, sampler: SamplerConfig, *, needs_image: bool, takes_image: bool) -> None:
     """Raises a GenerationError if a model of videos needs an image, or takes none, or does not take its settings."""
-    if reads_image and start is None:
+    if needs_image and start is None:
         raise GenerationError("The model makes videos that begin with an image. Give an image.", parameter="image")
-    if start is not None and not reads_image:
+    if start is not None and not (needs_image or takes_image):
         raise GenerationError("The model makes videos of prompts only. Leave the image out.", parameter="image")
     if start is not None and start.mask is not None:
         raise GenerationError("A mask is for models of images, not of videos. Leave the mask out.", parameter="mask")
@@ -138,11 +139,16 @@ def first_frame_condition(
 def encode_first_frames(
     images: UInt8[np.ndarray, "videos height width channels"], encoders: Encoders, frames: int
 ) -> dict[str, jax.Array]:
-    """Encodes the first frame of each video: mask and latents, and features if there is an image encoder.
+    """Encodes the first frame of each video.
+
+    The condition has its latents for denoisers that may begin with it, or else, at the size of the video, a mask and
+    latents, and features if there is an image encoder.
 
     Args:
       frames: number of frames of the latents.
     """
+    if encoders.pipeline.may_begin_with_image:
+        return {FIRST_FRAME: encoders.encode(jnp.asarray(images[:, None], jnp.float32) / 127.5 - 1.0)[:, 0]}
     factor = encoders.autoencoder.config.frames_per_latent
     # Grey frames follow.
     pixels = np.zeros((len(images), (frames - 1) * factor + 1, *images.shape[1:]), np.float32)
@@ -154,6 +160,16 @@ def encode_first_frames(
     if encoders.image is not None:
         found[IMAGE_FEATURES] = encoders.image(images)
     return found
+
+
+def keep_first_frame(latents: Float[Array, "videos height width channels"], frames: int) -> Begun:
+    """Returns the start of sampling that preserves the first frame of each video, given its latents.
+
+    Args:
+      frames: number of frames of the latents.
+    """
+    kept = jnp.broadcast_to(latents[:, None], (len(latents), frames, *latents.shape[1:]))
+    return Begun(kept, jnp.ones_like(kept[..., :1]).at[:, 0].set(0.0), None)
 
 
 def _repeat(array: jax.Array, count: int) -> jax.Array:

@@ -26,7 +26,7 @@ from stack_train.nn.relative_attention import RelativePositions
 from stack_train.nn.relative_stack import Stack, StackSpec
 from stack_train.nn.residual import Norm, Rows
 
-__all__ = ["COMPONENT", "FAMILY", "UMT5", "T5Encoder", "T5EncoderConfig"]
+__all__ = ["COMPONENT", "FAMILY", "UMT5", "T5Encoder", "T5EncoderConfig", "count_tokens"]
 
 
 @config
@@ -101,11 +101,15 @@ class T5Encoder(nnx.Module):
         if self.config.pad_id is None:
             hidden, _ = self.encoder(x, Rows(positions, None), remat="none", unroll=False, moves=False)
             return hidden.astype(jnp.float32)
-        # Only padding at the end is masked, since a text may contain the token, too.
-        last = jnp.max(jnp.where(tokens == self.config.pad_id, -1, positions), axis=1, keepdims=True)
-        real = positions <= last
+        real = positions < count_tokens(tokens, self.config.pad_id)[:, None]
         hidden, _ = self.encoder(x, Rows(positions, real.astype(jnp.int32)), remat="none", unroll=False, moves=False)
         return jnp.where(real[..., None], hidden.astype(jnp.float32), 0.0)
+
+
+def count_tokens(tokens: Int[Array, "batch seq"], pad_id: int) -> Int[Array, " batch"]:
+    """Returns the number of tokens of each text before the padding at its end."""
+    # A text may contain the padding token, too.
+    return jnp.max(jnp.where(tokens == pad_id, 0, jnp.arange(1, tokens.shape[1] + 1)), axis=1)
 
 
 class T5EncoderFamily:

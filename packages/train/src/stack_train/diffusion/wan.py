@@ -23,7 +23,7 @@ from stack_train.diffusion.components import Component
 from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway, unconditional
 from stack_train.diffusion.joint_blocks import Embedder, embedder_names, make_linear
 from stack_train.diffusion.layers import Tokens, modulated, patches_of, rotated, unpatched, waves
-from stack_train.diffusion.wan_layers import Block, ImageEmbedder
+from stack_train.diffusion.wan_layers import ATTENTION_NAMES, Block, ImageEmbedder
 from stack_train.models.reader import Reader, Setting
 from stack_train.nn.build import Build
 from stack_train.nn.linear import FloatName
@@ -236,14 +236,6 @@ class WanFamily:
 FAMILY = WanFamily()
 
 _BLOCK = "blocks.{layer}."
-_ATTENTION = {
-    "query": "to_q",
-    "key": "to_k",
-    "value": "to_v",
-    "query_norm": "norm_q.weight",
-    "key_norm": "norm_k.weight",
-    "output": "to_out.0",
-}
 _IMAGE_ATTENTION = {"image_key": "add_k_proj", "image_value": "add_v_proj", "image_key_norm": "norm_added_k.weight"}
 _IMAGE_NAMES = {"enter_norm": "norm1", "enter": "ff.net.0.proj", "leave": "ff.net.2", "leave_norm": "norm2"}
 
@@ -298,10 +290,10 @@ COMPONENT = Component(
         **embedder_names({"time": "time_embedder", "text_in": "text_embedder"}, "condition_embedder"),
         "modulation": "condition_embedder.time_proj",
         "blocks/table": _BLOCK + "scale_shift_table",
-        **{f"blocks/attention/{ours}": f"{_BLOCK}attn1.{theirs}" for ours, theirs in _ATTENTION.items()},
+        **{f"blocks/attention/{ours}": f"{_BLOCK}attn1.{theirs}" for ours, theirs in ATTENTION_NAMES.items()},
         **{
             f"blocks/cross_attention/{ours}": f"{_BLOCK}attn2.{theirs}"
-            for ours, theirs in (_ATTENTION | _IMAGE_ATTENTION).items()
+            for ours, theirs in (ATTENTION_NAMES | _IMAGE_ATTENTION).items()
         },
         **{f"image_in/{ours}": f"condition_embedder.image_embedder.{theirs}" for ours, theirs in _IMAGE_NAMES.items()},
         "blocks/cross_scale": _BLOCK + "norm2.weight",

@@ -1,5 +1,7 @@
 """Layers of Wan: attention among patches, attention to a text and an image, and the embedding of an image.
 
+LTX-Video has the same attention.
+
 Source: Wan Team, Wan: Open and Advanced Large-Scale Video Generative Models, 2025 (arXiv:2503.20314).
 """
 
@@ -8,16 +10,35 @@ from typing import Any, Final
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.abi.mesh import constrain
 from stack_train.diffusion.joint_blocks import make_linear
-from stack_train.diffusion.layers import HEADS, TOKENS, Heads, Tokens, modulated, split_heads, unmasked_attention
+from stack_train.diffusion.layers import (
+    ATTENTION,
+    HEADS,
+    TOKENS,
+    Heads,
+    Tokens,
+    modulated,
+    split_heads,
+    unmasked_attention,
+)
 from stack_train.nn.build import Build
 from stack_train.nn.layer_norm import LayerNorm
 
-__all__ = ["Attention", "Block", "CrossAttention", "ImageEmbedder"]
+__all__ = ["ATTENTION_NAMES", "Attention", "Block", "CrossAttention", "ImageEmbedder"]
+
+ATTENTION_NAMES: Final = {
+    "query": "to_q",
+    "key": "to_k",
+    "value": "to_v",
+    "query_norm": "norm_q.weight",
+    "key_norm": "norm_k.weight",
+    "output": "to_out.0",
+}
+"""Names of the parts of an attention in diffusers."""
 
 _ALL_HEADS: Final = ("batch", "seq", "act_heads")
 _IMAGE_HEADS: Final = ("batch", None, "act_heads")
@@ -65,11 +86,16 @@ class CrossAttention(Attention):
         self,
         x: Tokens,
         text: Float[Array, "batch text embed"],
-        image: Float[Array, "batch image embed"] | None,
+        image: Float[Array, "batch image embed"] | None = None,
+        *,
+        text_lengths: Int[Array, " batch"] | None = None,
     ) -> Tokens:
+        """Attends to the first `text_lengths` tokens of each text, by default all, and to the image."""
         query = self.normed_heads(self.query(x), self.query_norm)
         key, value = self.normed_heads(self.key(text), self.key_norm), self.value(text)
-        attended = unmasked_attention(query, key, split_heads(value, self.heads, "heads"))
+        heads = split_heads(value, self.heads, "heads")
+        to_text: Any = ops.attention(query, key, heads, kv_lengths=text_lengths, axes=ATTENTION)
+        attended = to_text.reshape(x.shape)
         if image is not None and self.image_key is not None and self.image_value is not None:
             key = self.norm(self.image_key(image), self.image_key_norm, _IMAGE_HEADS)
             parts = (self._split_image(x) for x in (key, self.image_value(image)))

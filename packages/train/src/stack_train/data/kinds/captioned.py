@@ -18,7 +18,7 @@ from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.buckets import BucketsConfig, bucket_sizes, check_buckets
 from stack_train.data.captions import captions_of
 from stack_train.data.control_images import ControlsConfig, read_controls
-from stack_train.data.encoded_images import EncodedImages, Latents, encode_images, encode_texts
+from stack_train.data.encoded_images import TEXT_CONDITIONS, EncodedImages, Latents, encode_images, encode_texts
 from stack_train.data.files import expand_glob, stat_digest
 from stack_train.data.image_batches import ImageBatches, ImageSettings
 from stack_train.data.image_files import (
@@ -30,6 +30,7 @@ from stack_train.data.image_files import (
     read_images,
 )
 from stack_train.diffusion.denoiser import LimitsSize, VideosConfig
+from stack_train.diffusion.ltx import TEXT_LENGTHS
 from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoders
 from stack_train.diffusion.wan import FIRST_FRAME, IMAGE_FEATURES
 
@@ -173,6 +174,8 @@ def encoded_spec(settings: ImageSettings, model: Any) -> Shapes:
     }
     if model.pooled_dim:
         shapes["pooled"] = jax.ShapeDtypeStruct((rows, model.pooled_dim), dtype)
+    if getattr(model, "reads_text_lengths", False):
+        shapes[TEXT_LENGTHS] = jax.ShapeDtypeStruct((rows,), np.int32)
     if getattr(model, "size_features", 0):
         shapes["sizes"] = jax.ShapeDtypeStruct((rows, 6), np.float32)
     if isinstance(model, VideosConfig) and (extra := getattr(model, "extra_channels", 0)):
@@ -181,7 +184,7 @@ def encoded_spec(settings: ImageSettings, model: Any) -> Shapes:
             tokens = getattr(model, "image_tokens", 0)
             shapes[IMAGE_FEATURES] = jax.ShapeDtypeStruct((rows, tokens, image_dim), dtype)
     if drops_to_empty_prompt(model):
-        shapes |= {f"negative_{name}": shapes[name] for name in ("text", "pooled") if name in shapes}
+        shapes |= {f"negative_{name}": shapes[name] for name in TEXT_CONDITIONS if name in shapes}
     return shapes
 
 

@@ -62,8 +62,8 @@ class VideosData(ImageSettings):
         family = model.name
         if not isinstance(model, VideosConfig) or not isinstance(model, ImagesConfig):
             raise ConfigError(
-                f"Data of kind videos is for models of videos, not for family {family!r}; use wan, or "
-                "autoencoder_kl_wan."
+                f"Data of kind videos is for models of videos, not for family {family!r}; use wan, ltx "
+                "or an autoencoder of videos."
             )
         if isinstance(model, TextConditioned) == (self.pipeline is None):
             wrong = "needs data.pipeline, the directory of its encoders" if self.pipeline is None else "reads pixels"

@@ -46,10 +46,12 @@ CONFIG = {
 }
 OTHER_MESH = ("mesh.data=2", "mesh.fsdp=1", "mesh.tensor=4", "mesh.rules.norm_seq=[context, tensor]")
 REPLICAS = ("mesh.data=2", "mesh.fsdp=4", "mesh.dcn_data=2", "optimizer.outer={every_steps: 2, replicas: 2}")
+RAMPED = (*REPLICAS, "data.batch_size=16", "run.ramp=[{rows: 8, steps: 2}]")
 REFUSED = (
+    (["mesh.fsdp=8", "run.ramp=[{rows: 4, steps: 2}]"], ShardingError, ["run.ramp[0].rows is 4", "a multiple of 8"]),
     (
         ["mesh.data=2", "mesh.fsdp=4", "optimizer.outer={every_steps: 2, replicas: 3}"],
-        ConfigError,
+        ShardingError,
         ["optimizer.outer.replicas is 3, and mesh.data is 2, which is not a multiple of it", "mesh.data=3"],
     ),
     (
@@ -200,7 +202,7 @@ def a_run_resumes_on_its_mesh_bit_by_bit(root, texts):
 
 def replicas_resume_within_an_interval_bit_by_bit(root, texts):
     """From step 3 of intervals of two steps: the replicas differ, and the export has the parameters of step 2."""
-    whole, cut = (config_of(root / name, texts, *REPLICAS) for name in ("apart", "cut apart"))
+    whole, cut = (config_of(root / name, texts, *RAMPED) for name in ("apart", "cut apart"))
     summary = run.train(whole)
     assert math.isfinite(summary.validation_loss)
     shutil.copytree(whole.output, cut.output)
@@ -217,6 +219,19 @@ def replicas_resume_within_an_interval_bit_by_bit(root, texts):
     run.train(cut, resume=True)
     assert_bitwise(state_of(whole, 4)[1], state_of(cut, 4)[1])
     assert losses(cut) == losses(whole)
+
+
+def replicas_resume_with_more_devices_each(root, texts):
+    """From step 1, within an interval and within the smaller batches, as if hosts had joined or left."""
+    whole = config_of(root / "apart", texts, *RAMPED)
+    moved = config_of(root / "moved apart", texts, *RAMPED, "mesh.data=4", "mesh.fsdp=2")
+    shutil.copytree(whole.output, moved.output)
+    for step in (2, 3, 4):
+        shutil.rmtree(Path(moved.output) / "checkpoints" / f"{step:08d}")
+    run.train(moved, resume=True)
+    expected, found = losses(whole), losses(moved)
+    assert expected.keys() == found.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
 
 
 def replicas_refuse_batches_of_the_policy(root, texts):
@@ -274,6 +289,7 @@ if __name__ == "__main__":
     if "all" in sys.argv:
         a_run_resumes_on_its_mesh_bit_by_bit(root, texts)
     replicas_resume_within_an_interval_bit_by_bit(root, texts)
+    replicas_resume_with_more_devices_each(root, texts)
     replicas_refuse_batches_of_the_policy(root, texts)
     the_resolved_config_has_every_rule(root, texts)
     a_run_starts_from_the_weights_of_another_mesh(root, texts)

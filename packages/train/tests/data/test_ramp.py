@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stack_core.abi.errors import ConfigError, DataError
+from stack_core.abi.errors import ConfigError, DataError, ShardingError
 from stack_train.data.ramp import RampedBatches, RampStage, check_ramp
 
 ROWS = 12
@@ -81,5 +81,5 @@ def test_stages_that_do_not_divide_batches_are_refused(ramped):
         with pytest.raises(ConfigError, match=message):
             check_ramp([stage], 12)
     assert list(ramped().split_rows(3)) == [3, 6]
-    with pytest.raises(ConfigError, match=r"run\.ramp\[0\]\.rows is 3, .* into 2 equal parts. Give a multiple of 2"):
+    with pytest.raises(ShardingError, match=r"run\.ramp\[0\]\.rows is 3, .* into 2 equal parts. Give a multiple of 2"):
         check_ramp(STAGES, ROWS, 2)

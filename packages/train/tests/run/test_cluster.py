@@ -254,3 +254,31 @@ def test_a_range_of_hosts_trains_as_a_fixed_number_does(cluster):
     lines = (cluster.root / "ranged" / "metrics.jsonl").read_text().splitlines()
     assert list(losses) == list(fixed) and len(lines) == len(losses)
     assert list(losses.values()) == pytest.approx(list(fixed.values()), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_replicas_and_smaller_batches_train_on_a_range_of_hosts(cluster):
+    """Two replicas need an even number of hosts, and four hosts join two after a checkpoint."""
+    outer, ramp = "{every_steps: 2, replicas: 2}", "[{rows: 4, steps: 20}]"
+    settings = ("--run.steps", "40", "--optimizer.outer", outer, "--run.ramp", ramp)
+    driver = cluster.start("fixed apart", *settings, "--mesh", "{data: 2, fsdp: 1}")
+    said, _ = driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 0, said
+    ranged = ("--hosts", "2..4", "--mesh", "{data: -1, fsdp: 1}", "--cluster.missing_s", "0.2")
+    driver, record = cluster.start("ranged apart", *settings, *ranged), cluster.record("ranged apart")
+    wait_until(lambda: driver.poll() is not None or (record.notes("formation") and has_saved(record, driver)))
+    while driver.poll() is None and len(newest_formation(record)["hosts"]) != 4:
+        time.sleep(LEAST_S)
+    wait_until(lambda: has_saved(record, driver))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(cluster.pid("ranged apart", "agent 3", driver), signal.SIGKILL)
+    said, _ = driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 0, said
+    unfit = {note["number"]: note for note in record.notes("unfit")}
+    assert {note["hosts"] for note in unfit.values()} <= {3}
+    assert all("optimizer.outer.replicas is 2" in note["reason"] for note in unfit.values())
+    sizes = {len(note["hosts"]) for note in record.notes("formation") if note["number"] not in unfit}
+    assert sizes == {2, 4}, said
+    fixed, losses = cluster.losses("fixed apart"), cluster.losses("ranged apart")
+    assert list(losses) == list(fixed)
+    assert list(losses.values()) == pytest.approx(list(fixed.values()), abs=1e-5)

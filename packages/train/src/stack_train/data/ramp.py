@@ -16,7 +16,7 @@ from pydantic import PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.data import Batch, Batches, BatchIterator, MeasuresData, Shapes
-from stack_core.abi.errors import ConfigError, DataError
+from stack_core.abi.errors import ConfigError, DataError, ShardingError
 from stack_train.data.abilities import VariesShapes
 
 __all__ = ["RampStage", "RampedBatches", "check_ramp"]
@@ -45,6 +45,7 @@ def check_ramp(stages: Sequence[RampStage], batch_size: int, parts: int = 1) -> 
 
     Raises:
       ConfigError: they do not; names the key and a remedy.
+      ShardingError: they do, but not for this number of devices. A range of hosts then uses another number.
     """
     for number, stage in enumerate(stages):
         where = f"run.ramp[{number}]"
@@ -54,7 +55,7 @@ def check_ramp(stages: Sequence[RampStage], batch_size: int, parts: int = 1) -> 
                 "divides it."
             )
         if stage.rows % parts:
-            raise ConfigError(
+            raise ShardingError(
                 f"{where}.rows is {stage.rows}, and devices and microbatches split each batch into {parts} equal "
                 f"parts. Give a multiple of {parts}, or change mesh or run.accumulation_steps."
             )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stack_core.abi.errors import ConfigError, TrainingError
+from stack_core.abi.errors import ConfigError, ShardingError, TrainingError
 from stack_core.abi.mesh import ShardingRules, in_mesh
 from stack_core.abi.metrics import Metrics, combine
 from stack_train.optim.optax_optimizer import Optimizer
@@ -121,11 +121,12 @@ def split_data_axis(mesh: Mesh, replicas: int) -> Mesh:
     Slices are the slow part of `data`, so as many replicas as slices have a slice each.
 
     Raises:
-      ConfigError: the number of replicas does not divide the size of `data`.
+      ShardingError: the number of replicas does not divide the size of `data`. A range of hosts, with which this size
+        may vary, then uses another number of hosts.
     """
     place, size = mesh.axis_names.index("data"), mesh.shape["data"]
     if size % replicas:
-        raise ConfigError(
+        raise ShardingError(
             f"optimizer.outer.replicas is {replicas}, and mesh.data is {size}, which is not a multiple of it. Each "
             f"replica needs its own devices along data: set mesh.data={replicas}, or a multiple, or "
             "optimizer.outer.replicas=1."

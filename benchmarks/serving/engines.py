@@ -12,7 +12,7 @@ from serving.checkpoint import write_checkpoint
 from serving.published import published_file, write_published
 from serving.workload import WORKLOADS, Workload
 
-__all__ = ["ENGINES", "OURS", "OVER_HTTP", "REFERENCE", "Engine", "Places", "engine_of"]
+__all__ = ["ENGINES", "OURS", "OVER_HTTP", "REFERENCE", "Engine", "Places", "engine_of", "llama_cpp_python"]
 
 _HERE = Path(__file__).parent
 _TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -90,8 +90,9 @@ def _vllm(places: Places, workload: Workload, precision: str) -> list[str | Path
     return [python, _HERE / "vllm_generate.py", _checkpoint(places, workload, dtype), f"--dtype={dtype}"]
 
 
-def _llama_cpp(places: Places, workload: Workload, precision: str) -> list[str | Path]:
-    folder = places.environments / "llama.cpp"
+def llama_cpp_python(environments: Path) -> Path:
+    """Returns the interpreter of llama.cpp's environment; builds it if it is not there."""
+    folder = environments / "llama.cpp"
     python = folder / "bin" / "python"
     installed = folder / "installed"
     if not installed.exists():
@@ -101,6 +102,11 @@ def _llama_cpp(places: Places, workload: Workload, precision: str) -> list[str |
         source = ("--no-binary", "llama-cpp-python", options)
         peer.run_quietly(python, "-m", "pip", "install", *source, _LLAMA_CPP, "gguf>=0.19,<1", "safetensors")
         installed.touch()
+    return python
+
+
+def _llama_cpp(places: Places, workload: Workload, precision: str) -> list[str | Path]:
+    python = llama_cpp_python(places.environments)
     if precision == "q4":
         return [python, _HERE / "llama_cpp_generate.py", published_file(places.models)]
     file = places.models / f"{_GGUF_TYPES[precision]}.gguf"

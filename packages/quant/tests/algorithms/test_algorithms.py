@@ -130,6 +130,22 @@ def test_a_layer_sees_the_outputs_of_the_quantized_layers_before_it() -> None:
     assert agree[0] > 0.99 > agree[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "tile", "calibration"), [("int4", 32, "absmax"), ("int3", 16, "minmax"), ("mxfp4", None, "absmax")]
+)
+def test_sweeps_lower_the_error_of_gptq_on_its_stream(kind: str, tile: int | None, calibration: str) -> None:
+    options = {"path": "w", "weights": kind, "tile_size": tile, "weight_calibration": calibration}
+    params, rows = {"w": weight()}, jnp.concatenate([x for (x,) in STREAM])
+
+    def error(sweeps: int) -> float:
+        rule = Rule(**options, algorithm=f"gptq,damp=0,sweeps={sweeps}")
+        found = dequantize(quantize_function(linear, params, rule, STREAM[0], stream=STREAM).params["w"])
+        return float(jnp.linalg.norm(rows @ (found - params["w"])))
+
+    # Scales of mxfp4 are powers of two, which cannot be fitted.
+    assert error(3) < error(1) < (1.0 if kind == "mxfp4" else 0.95) * error(0)
+
+
 @pytest.mark.parametrize(("kind", "calibration"), [("int4", "absmax"), ("int3", "minmax")])
 def test_autoround_lowers_the_error_further_with_more_steps(kind: str, calibration: str) -> None:
     rules = [

@@ -9,6 +9,7 @@ Source: Frantar et al., GPTQ, 2023 (arXiv:2210.17323). Departures:
 2. Rows are taken in decreasing order of H_ii, unless `act_order=0`.
 3. R is the inverse of the reversed Cholesky factor of H, which needs one factorization instead of two.
 4. Inputs that are always zero are rounded to the nearest, not set to zero.
+5. `sweeps=n` then improves codes and scales by n sweeps of coordinate descent; see `stack_quant.algorithms.descent`.
 """
 
 import functools
@@ -20,12 +21,12 @@ import numpy as np
 from jax import lax
 
 from stack_quant.algorithms import Algorithm, Weight
+from stack_quant.algorithms.descent import descend, nearest_value
 from stack_quant.calibrate import calibrate_weighted
 from stack_quant.conversion import encode_with
 from stack_quant.errors import QuantError
 from stack_quant.qarray import QArray
 from stack_quant.qtypes import QType
-from stack_quant.rounding import snap
 from stack_quant.scales import scales
 from stack_quant.tiling import spread
 
@@ -58,7 +59,11 @@ def _quantize(weight: Weight, options: Mapping[str, int | float]) -> QArray:
         factor = _factor(moments[order][:, order], options["damp"], weight.path)
         rows = [None if each is None else each[place][order] for each in (matrices, scale, zero)]
         rounded.append(_rounded(*rows, factor, kind=spec.qtype)[jnp.argsort(order)])
-    return encode_with(layout.restored(jnp.stack(rounded)), mapped, spec, array.dtype)
+    values, sweeps = jnp.stack(rounded), int(options["sweeps"])
+    if sweeps:
+        damped = jnp.stack([_damped(each, options["damp"]) for each in weight.moments])
+        values, mapped = descend(weight, values, damped, mapped, sweeps)
+    return encode_with(layout.restored(values), mapped, spec, array.dtype)
 
 
 def _factor(moments: jax.Array, damp: float, path: str) -> jax.Array:
@@ -75,11 +80,16 @@ def _factor(moments: jax.Array, damp: float, path: str) -> jax.Array:
 
 
 @jax.jit
-def _damped_factor(moments: jax.Array, damp: jax.Array) -> jax.Array:
+def _damped(moments: jax.Array, damp: jax.Array) -> jax.Array:
     diagonal = jnp.diagonal(moments)
     mean = jnp.mean(diagonal)
     diagonal = jnp.where(diagonal > 0, diagonal, mean) + damp * mean + np.float32(1e-30)
-    damped = jnp.where(jnp.eye(moments.shape[0], dtype=bool), jnp.diag(diagonal), moments)
+    return jnp.where(jnp.eye(moments.shape[0], dtype=bool), jnp.diag(diagonal), moments)
+
+
+@jax.jit
+def _damped_factor(moments: jax.Array, damp: jax.Array) -> jax.Array:
+    damped = _damped(moments, damp)
     lower = jnp.linalg.cholesky(damped[::-1, ::-1])
     inverse = jax.scipy.linalg.solve_triangular(lower, jnp.eye(lower.shape[0], dtype=lower.dtype), lower=True)
     return inverse[::-1, ::-1]
@@ -97,13 +107,6 @@ def _rounded(
     added = jnp.where(jnp.arange(entries + more) >= entries, np.float32(1), np.float32(0))
     factor = jnp.pad(factor, ((0, more), (0, more))) + jnp.diag(added)
 
-    def code_value(row: jax.Array, at: jax.Array) -> jax.Array:
-        if zero is None:
-            # Symmetric codes omit the least integer, as in `quantize_array`.
-            return snap(row / scale[at], kind, smallest=-kind.largest) * scale[at]
-        offset = zero[at].astype(jnp.float32)
-        return (snap(row / scale[at] + offset, kind) - offset) * scale[at]
-
     def block(number: jax.Array, rows: jax.Array) -> jax.Array:
         start = number * _BLOCK_ROWS
         part = lax.dynamic_slice_in_dim(rows, start, _BLOCK_ROWS)
@@ -112,7 +115,7 @@ def _rounded(
 
         def step(place: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             part, errors = state
-            value = code_value(part[place], start + place)
+            value = nearest_value(part[place], start + place, scale, zero, kind)
             error = (part[place] - value) / own[place, place]
             later = jnp.where(jnp.arange(_BLOCK_ROWS) > place, own[place], 0)
             return (part - later[:, None] * error).at[place].set(value), errors.at[place].set(error)
@@ -124,4 +127,4 @@ def _rounded(
     return lax.fori_loop(0, matrix.shape[0] // _BLOCK_ROWS, block, matrix)[:entries]
 
 
-GPTQ = Algorithm("gptq", needs_stream=True, quantize=_quantize, options={"damp": 0.01, "act_order": 1})
+GPTQ = Algorithm("gptq", needs_stream=True, quantize=_quantize, options={"damp": 0.01, "act_order": 1, "sweeps": 0})

@@ -9,8 +9,8 @@ Source: Badri and Shaji, Half-Quadratic Quantization, 2023 (mobiusml.github.io/h
 1. The scale is optimized instead of the zero point, because most types have no zero point.
 2. Each tile takes the step with the smallest |w - s q|_p.
 
-On SmolLM2-135M-Instruct in int4, the loss is higher than with rounding to the nearest:
-`benchmarks/results/quant_methods.md`.
+On 16,384 tokens of text, the loss of SmolLM2-135M-Instruct in int4 with tiles of 128 rises by 27%, with rounding to the
+nearest by 17%.
 """
 
 import functools

@@ -19,6 +19,7 @@ import yaml
 from flax import nnx
 
 from stack_core import ops
+from stack_core.abi.config import parse
 from stack_core.abi.metrics import combine_all
 from stack_core.cli import main
 from stack_core.ops.building import is_quantized
@@ -27,7 +28,8 @@ from stack_quant.recipes import load_recipe
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.checkpoint.manifest import read_manifest
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.run.config import run_config
+from stack_train.run.config import RunConfig, run_config
+from stack_train.run.program import build_program
 from stack_train.variables.trained_model import RUN_FORMAT
 from stack_train.variables.weights import read_model, read_params
 
@@ -52,6 +54,7 @@ CONFIG = {
 }
 W8A8 = [{"path": ".*", "weights": "int8", "activations": "int8"}]
 W4 = [{"path": "embedding|lm_head", "weights": "int8"}, {"path": ".*", "weights": "int4", "tile_size": 16}]
+W2 = [{"path": "embedding|lm_head", "weights": "int8"}, {"path": ".*", "weights": "int2"}]
 MIXED = [
     {"path": "embedding", "weights": "fp8_e4m3"},
     {"path": "lm_head", "weights": "int2", "tile_size": 8},
@@ -259,6 +262,34 @@ def test_a_recipe_that_is_trained_by_is_what_the_run_is_quantized_by(folder, cap
     assert json.loads(capsys.readouterr().out)["loss_after"] > 0
     expected, loaded = model_of(folder / "aware"), model_of(folder / "aware-quantized")
     np.testing.assert_allclose(logits_of(loaded), logits_of(expected), rtol=0, atol=1e-4)
+
+
+def test_distillation_moves_a_quantized_model_towards_its_float_teacher(tmp_path):
+    teacher = {**CONFIG, "output": str(tmp_path), "model": {**CONFIG["model"], "initializer_std": 0.3}}
+    written(tmp_path / "config.yaml", teacher)
+    student = {
+        **teacher,
+        "quant": {"method": "qat", "rules": W2},
+        "objective": {"name": "logit_distill", "teacher": f"run:{tmp_path}"},
+        "run": {"steps": 40},
+    }
+    in_float, program = (build_program(parse(RunConfig, mapping)) for mapping in (teacher, student))
+    params = jax.tree.map(np.asarray, in_float.init(key=jax.random.key(0)).params)
+    batch = {"tokens": TOKENS, "targets": TOKENS, "positions": POSITIONS, "segment_ids": jnp.ones_like(TOKENS)}
+
+    model = in_float.step.model.merge(params)
+    rounded = quantize_model(model, load_recipe(recipe(tmp_path, W2)), batch)
+    expected, actual = (jax.nn.log_softmax(logits_of(each)) for each in (model, rounded))
+    divergence = jnp.mean(jnp.sum(jnp.exp(expected) * (expected - actual), axis=-1))
+
+    state = program.init(params, key=jax.random.key(0), auxiliary={"teacher": jax.tree.map(jnp.asarray, params)})
+    step, losses = program.compile(batch), []
+    for _ in range(40):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"].value))
+    # The student is rounded and the teacher is not: the loss begins at the divergence of the two.
+    assert losses[0] == pytest.approx(float(divergence), rel=1e-3) and losses[0] > 0.1
+    assert np.mean(losses[-5:]) < 0.25 * losses[0]
 
 
 def refusal(capsys, *arguments):

@@ -1,10 +1,10 @@
-"""Encoders for examples/shapes_unet.yaml: random text encoders, and an autoencoder of pixels.
+"""Encoders for the examples of text to image: random text encoders, and an autoencoder of pixels.
 
     python examples/encoders.py [DIRECTORY]
 
-writes a directory of diffusers like Stable Diffusion XL's, without a denoiser. Text encoders with random weights
-distinguish a dozen captions. The autoencoder needs no training: its latents are the pixels. Real images need a
-published directory in its place.
+writes the diffusers directories `sdxl` and `sd3`, without denoisers. Text encoders with random weights distinguish a
+dozen captions. The autoencoder needs no training: its latents are the pixels. Real images need a published directory
+in their place.
 """
 
 import sys
@@ -18,7 +18,7 @@ from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.diffusion import autoencoder_kl, clip
+from stack_train.diffusion import autoencoder_kl, clip, t5
 from stack_train.diffusion.pipeline import Encoders, save_encoders
 from stack_train.diffusion.pipeline_classes import PIPELINES
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders
@@ -30,23 +30,33 @@ FLOATS: dict[str, Any] = {"dtype": "float32", "param_dtype": "float32"}
 
 
 def main() -> None:
-    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/encoders")
-    if not directory.exists():
-        save_encoders(directory, encoders(directory))
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/encoders")
+    autoencoder = image_autoencoder()
+    for name, pipeline in (("sdxl", "StableDiffusionXLPipeline"), ("sd3", "StableDiffusion3Pipeline")):
+        if not (root / name).exists():
+            save_encoders(root / name, encoders(root / name, pipeline, autoencoder))
 
 
-def encoders(directory: Path) -> Encoders:
-    """Returns an autoencoder of pixels and two random text encoders."""
-    (pipeline,) = [each for each in PIPELINES if each.name == "StableDiffusionXLPipeline"]
+def encoders(directory: Path, name: str, autoencoder: Any) -> Encoders:
+    """Returns the encoders of a pipeline of diffusers, with random text encoders."""
+    (pipeline,) = [each for each in PIPELINES if each.name == name]
     tokenizer, text = word_tokenizer(), {}
     for number, (folder, (component, _)) in enumerate(pipeline.text.items()):
-        model = component.family.build(text_config(component), key=jax.random.key(number))
+        config = text_config(component, width=2 * WIDTH if pipeline.joins_tokens else WIDTH)
+        model = component.family.build(config, key=jax.random.key(number))
         text[folder] = TextEncoder(model, PromptTokenizer(tokenizer, folder, TOKENS, WORDS.index("<pad>")))
-    return Encoders(directory, image_autoencoder(), TextEncoders(text, pipeline.condition, pipeline.clean), pipeline)
+    return Encoders(directory, autoencoder, TextEncoders(text, pipeline.condition, pipeline.clean), pipeline)
 
 
-def text_config(component: Any) -> clip.ClipTextConfig:
-    """Returns the config of a CLIP text encoder of one layer."""
+def text_config(component: Any, *, width: int) -> Any:
+    """Returns the config of a text encoder of one layer.
+
+    Args:
+      width: features of the tokens of T5. The tokens of a CLIP have WIDTH.
+    """
+    if component is t5.COMPONENT:
+        sizes = {"embed": width, "mlp": width, "layers": 1, "heads": 2, "head_dim": 16, "buckets": 8, "max_distance": 8}
+        return t5.T5EncoderConfig(vocab_size=len(WORDS), **sizes, **FLOATS)
     sizes = {"embed": WIDTH, "mlp": WIDTH, "layers": 1, "heads": 2, "max_positions": TOKENS, "projection": WIDTH}
     own = {"projects": component is clip.PROJECTED, "end": WORDS.index("<end>"), "initializer_std": 0.3}
     return clip.ClipTextConfig(vocab_size=len(WORDS), **sizes, **own, **FLOATS)

@@ -3,8 +3,8 @@
     python examples/shapes.py [DIRECTORY] [PICTURES]
 
 Each picture has one shape at a random place, of a random size, on a dark background, and a caption, such as "a red
-circle" in `pictures/7.txt`. `train.jsonl` has questions about the pictures. One picture in eight is held out:
-`held_out.jsonl` has them with the same questions.
+circle" in `pictures/7.txt`. `edges/7.png` has its edges in white. `train.jsonl` has questions about the pictures. One
+picture in eight is held out: `held_out.jsonl` has them with the same questions.
 """
 
 import json
@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw, ImageFilter
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 COLORS = {"red": (220, 50, 50), "green": (60, 190, 70), "blue": (60, 80, 220), "yellow": (230, 210, 60)}
@@ -32,13 +32,16 @@ TEMPLATE = (
 def main() -> None:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/shapes-data")
     pictures = int(sys.argv[2]) if len(sys.argv) > 2 else 2000
-    (directory / "pictures").mkdir(parents=True, exist_ok=True)
+    for folder in ("pictures", "edges"):
+        (directory / folder).mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     records = []
     for number in range(pictures):
         color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
         path = f"pictures/{number}.png"
-        draw(shape, COLORS[color], rng).save(directory / path)
+        picture = draw(shape, COLORS[color], rng)
+        picture.save(directory / path)
+        edges(picture).save(directory / "edges" / f"{number}.png")
         (directory / path).with_suffix(".txt").write_text(f"a {color} {shape}\n")
         order = rng.sample([(QUESTIONS[0], color), (QUESTIONS[1], shape)], 2)
         records.append({"messages": conversation(path, order)})
@@ -62,6 +65,13 @@ def draw(shape: str, color: tuple[int, int, int], rng: random.Random) -> Image.I
     else:
         pen.polygon([(left, bottom), (right, bottom), ((left + right) // 2, top)], fill=fill)
     return image
+
+
+def edges(picture: Image.Image) -> Image.Image:
+    """Returns the edges of a picture: pixels with a neighbor of another brightness are white."""
+    grey = picture.convert("L")
+    contrast = ImageChops.difference(grey.filter(ImageFilter.MaxFilter(3)), grey.filter(ImageFilter.MinFilter(3)))
+    return contrast.point(lambda value: 255 if value > 10 else 0)
 
 
 def conversation(path: str, questions: list[tuple[str, str]]) -> list[dict[str, object]]:

@@ -42,6 +42,7 @@ def split_documents(
     if held_out == digests.size:
         raise DataError(
             f"data.validation_fraction={validation_fraction} holds out all {digests.size} document(s) of the source "
-            "(copies of one text stay together), so none is left to train on. Add documents, or set it to 0."
+            "(copies of one text stay together), so none is left to train on. Add documents, split a file into several "
+            "(split -C 64k --additional-suffix=.txt FILE part-), or set it to 0."
         )
     return order[held_out:], order[:held_out]

@@ -64,8 +64,10 @@ def evaluate(  # noqa: PLR0913, each parameter is an option of the command
         _refuse_set("a server, which has its own model", adapter=adapter)
     else:
         _refuse_set("a model in this process", model=model, tokenizer=tokenizer)
+    from stack_serve.evaluation.evaluate import EvaluationSettings, evaluate_model, evaluate_server
+
     try:
-        from stack_serve.evaluation.evaluate import EvaluationSettings, evaluate_model, evaluate_server
+        import lm_eval  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"Benchmarks are those of lm_eval: {error}. Install it: {install_command('stack-serve[evaluate]')}"

@@ -1,14 +1,13 @@
-"""Evaluation of a model on tasks of the Language Model Evaluation Harness."""
+"""Evaluation of a model on tasks of the Language Model Evaluation Harness.
+
+Functions import lm_eval, an optional dependency, where they use it.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from lm_eval import simple_evaluate
-from lm_eval.loggers import EvaluationTracker
-from lm_eval.tasks import TaskManager
 
 from stack_core.abi.errors import GenerationError, nearest
 from stack_core.abi.model_formats import open_for_generation
@@ -75,13 +74,16 @@ def evaluate_model(
       GenerationError: a task is unknown or its data cannot be read, or the model cannot be evaluated on it.
       StackError: the model cannot be opened.
     """
+    from lm_eval.api.model import TemplateLM
+
     manager = _manager(settings)
     checkpoint = open_for_generation(model)
     if settings.chat and checkpoint.chat_template is None:
         raise GenerationError(f"{checkpoint.name} has no chat template. Evaluate it without --chat.")
     adapters = {} if adapter is None else {"adapters": {"evaluated": adapter}}
     with LLM(checkpoint, **engine, **adapters) as llm:
-        evaluated = HarnessModel(llm, checkpoint, adapter=None if adapter is None else "evaluated")
+        joined: Any = type("StackModel", (HarnessModel, TemplateLM), {})
+        evaluated = joined(llm, checkpoint, adapter=None if adapter is None else "evaluated")
         return _scores(settings, manager, model=evaluated)
 
 
@@ -114,8 +116,10 @@ def evaluate_server(
     return _scores(settings, _manager(settings), model=kind, model_args=arguments)
 
 
-def _manager(settings: EvaluationSettings) -> TaskManager:
-    """Reads the definitions of all tasks and checks the names."""
+def _manager(settings: EvaluationSettings) -> Any:
+    """Returns the harness's `TaskManager` with the definitions of all tasks; checks the names."""
+    from lm_eval.tasks import TaskManager
+
     include = None if settings.include is None else str(settings.include)
     manager = TaskManager(include_path=include)
     for name in settings.tasks:
@@ -127,7 +131,10 @@ def _manager(settings: EvaluationSettings) -> TaskManager:
     return manager
 
 
-def _scores(settings: EvaluationSettings, manager: TaskManager, **model: Any) -> list[Score]:
+def _scores(settings: EvaluationSettings, manager: Any, **model: Any) -> list[Score]:
+    from lm_eval import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+
     tracker = None if settings.output is None else EvaluationTracker(output_path=str(settings.output))
     try:
         results = simple_evaluate(

@@ -7,11 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
 from stack_core.abi.config import parse
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
@@ -26,8 +21,10 @@ _SCORES = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
 _ANSWER_TOKENS = 256  # of tasks that state no limit, as in the harness
 
 
-class HarnessModel(TemplateLM):
-    """Scores texts and generates answers with an `LLM`.
+class HarnessModel:
+    """Scores texts and generates answers with an `LLM`: the methods that the harness's `TemplateLM` leaves open.
+
+    `evaluate_model` joins the two classes, because lm_eval is an optional dependency.
 
     Args:
       llm: the model.
@@ -85,8 +82,10 @@ class HarnessModel(TemplateLM):
             raise GenerationError(f"{self._checkpoint.name} has no chat template. Evaluate it without --chat.")
         return ChatTemplate(source, self._checkpoint.special_tokens)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-likelihood of each text, longer ones in windows that overlap by one token."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # optional, as below
+
         pieces, owners = list[tuple[None, list[int], list[int]]](), list[int]()
         for number, (text,) in enumerate(request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -119,7 +118,7 @@ class HarnessModel(TemplateLM):
             found.append((sum(score.logprob for score in scores), all(score.rank == 1 for score in scores)))
         return found
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generates an answer to each prompt, up to a stop text or a limit of tokens."""
         prompts, sampling = list[list[int]](), list[SamplingParams]()
         for request in requests:
@@ -137,6 +136,8 @@ class HarnessModel(TemplateLM):
         return [output.text for output in outputs]
 
     def _sampling(self, settings: Mapping[str, Any]) -> SamplingParams:
+        from lm_eval.models.utils import normalize_gen_kwargs
+
         known = normalize_gen_kwargs(dict(settings), default_max_gen_toks=_ANSWER_TOKENS)
         until, max_tokens = known.pop("until"), known.pop("max_gen_toks")
         known.pop("do_sample", None)  # has set the temperature

@@ -204,7 +204,7 @@ def test_the_command_prints_the_report_and_both_losses(folder, said, capsys):
     ]
     lines = printed.out.splitlines()
     assert any("no product and no lookup uses it" in line for line in lines)
-    assert re.fullmatch(r"loss on held-out data: .* before, .* after \([+-].*%\), .* tokens", lines[-2])
+    assert re.fullmatch(r"loss on held-out data: .* before, .* after \([+-].*%\), over .* targets", lines[-2])
 
 
 def test_the_loss_after_is_that_of_the_model_that_is_written(folder, said):

@@ -1,11 +1,17 @@
-"""A denoiser that is told texts is quantized by rules alone: stack-train and stack-quant meet in core."""
+"""Denoisers are quantized by rules alone, as modules and as runs: stack-train and stack-quant meet in core."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from stack_core.abi.config import parse
+from stack_quant import quantize
+from stack_quant.mixed.types import Budget
 from stack_quant.model import quantize_model, report
 from stack_train.diffusion.flux import FAMILY, FluxConfig
+from stack_train.diffusion.sampling import open_images
+from stack_train.run.config import RunConfig
+from stack_train.run.train import train
 
 CONFIG = FluxConfig(
     image_size=8,
@@ -50,3 +56,16 @@ def test_a_flux_is_quantized_to_int8_by_rules_alone():
     assert 0 < float(jnp.sqrt(jnp.mean(jnp.square(said - wanted)))) < 0.1 * scale
     kernels = [row for row in report(quantized).parameters if row.path.endswith("kernel")]
     assert len(kernels) >= 30 and all(row.scheme.startswith("int8") for row in kernels), str(report(quantized))
+
+
+def test_a_run_of_a_denoiser_is_quantized_and_sampled(tmp_path):
+    model = {"name": "dit", "image_size": 8, "channels": 1, "classes": 10, "patch": 2, "layers": 1, "heads": 2}
+    sections = {"model": model | {"head_dim": 16, "dtype": "float32"}, "data": {"name": "digits", "batch_size": 32}}
+    config = {"output": str(tmp_path / "run"), **sections, "objective": {"name": "flow_matching"}}
+    train(parse(RunConfig, config | {"run": {"steps": 2}}))
+    options = {"calibration_batches": 1, "evaluation_batches": 1}
+    result = quantize(tmp_path / "run", "w8a8", **options)
+    assert result.loss_after == pytest.approx(result.loss_before, rel=0.01)
+    opened = open_images(str(result.destination))
+    assert opened.images([3], opened.sampler.changed({"steps": 2})).shape == (1, 8, 8, 1)
+    assert quantize(tmp_path / "run", Budget("6bits"), out=tmp_path / "mixed", **options).sensitivity is not None

@@ -22,7 +22,7 @@ from stack_quant.errors import QuantError
 from stack_quant.evaluation import Evaluation
 from stack_quant.mixed.sensitivity import Candidate, Sensitivity, measure_sensitivity
 from stack_quant.mixed.types import Budget
-from stack_quant.model import quantize_model, report
+from stack_quant.model import call_on_batches, quantize_model, report
 from stack_quant.recipes import Rules, as_rules, recipe_names
 from stack_quant.rules import Rule
 from stack_quant.section import QuantConfig
@@ -162,7 +162,7 @@ def quantize_checkpoint(
         _check_algorithm(source, algorithm, rules)
     check_finite(source, trained.model)
     progress("reading the data", 0, 1)
-    sample_batch = first_batch(source, trained)
+    sample_batch, call = first_batch(source, trained), call_on_batches(trained.model)
     table, chosen = None, dict[str, Candidate]()
     if budget is not None:
         from stack_quant.nnx_model import untied_for  # imports Flax, which a model with a budget needs
@@ -171,6 +171,7 @@ def quantize_checkpoint(
             untied_for(trained.model, [algorithm]),
             budget.types,
             dict(sample_batch),
+            call=call,
             stream=map(dict, trained.training_batches()),
             stream_batches=calibration_batches,
             progress=progress,
@@ -182,7 +183,7 @@ def quantize_checkpoint(
     def quantized_by(rules: tuple[Rule, ...]) -> Any:
         stream = _followed(trained.training_batches(), calibration_batches, progress)
         batch = dict(sample_batch)
-        return quantize_model(trained.model, rules, batch, stream=stream, stream_batches=calibration_batches)
+        return quantize_model(trained.model, rules, batch, call=call, stream=stream, stream_batches=calibration_batches)
 
     quantized = None
     if algorithm is None and not isinstance(recipe, Budget) and trained.sections.get(_SECTION) is None:

@@ -23,7 +23,7 @@ from stack_quant.calibration import STREAM_BATCHES, check_batches
 from stack_quant.checkpoint import first_batch
 from stack_quant.errors import QuantError
 from stack_quant.methods import method
-from stack_quant.model import call_model, is_nnx_module, split_arguments
+from stack_quant.model import call_model, call_on_batches, is_nnx_module, split_arguments
 from stack_quant.transform.interpreter import Interpreter, ResolvedRules
 from stack_quant.transform.layout import Layout
 from stack_quant.transform.program import Parameters, trace
@@ -45,12 +45,13 @@ class MeasuredImportance:
     left: Mapping[str, str]
 
 
-def measure_importance(model: Any, stream: Iterable[Any]) -> MeasuredImportance:
+def measure_importance(model: Any, stream: Iterable[Any], call: Callable[..., Any] | None = None) -> MeasuredImportance:
     """Measures the mean squared inputs of all parameters with a matrix product.
 
     Args:
       model: an `nnx.Module` or a callable pytree, in floating point.
       stream: batches of one shape, each in the form of the `sample_batch` of `quantize_model`.
+      call: as in `quantize_model`.
 
     Raises:
       QuantError: the stream is empty, or inputs of a product contain NaN or infinities.
@@ -59,11 +60,11 @@ def measure_importance(model: Any, stream: Iterable[Any]) -> MeasuredImportance:
     calls = [split_arguments(batch) for batch in stream]
     if not calls:
         raise QuantError("Importance is measured over batches of inputs, but the stream is empty. Give data.")
-    fn, parameters, taken = call_model, None, None
+    fn, parameters, taken = call or call_model, None, None
     if is_nnx_module(model):
         from stack_quant.nnx_model import ModuleProgram, plain_module
 
-        program = ModuleProgram.of(plain_module(model), *calls[0])
+        program = ModuleProgram.of(plain_module(model), *calls[0], call)
         fn, parameters, taken = program.fn, program.parameters, program.taken
         calls = [(args, taken(kwargs)) for args, kwargs in calls]
     parameters = Parameters.of(model) if parameters is None else parameters
@@ -110,7 +111,8 @@ def write_importance(
     trained = open_model(source, data=data)
     first_batch(source, trained)
     progress("measuring", 0, 1)
-    found = measure_importance(trained.model, map(dict, islice(trained.training_batches(), batches)))
+    stream = map(dict, islice(trained.training_batches(), batches))
+    found = measure_importance(trained.model, stream, call_on_batches(trained.model))
     progress("writing", 0, 1)
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.partial")

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stack_core.abi.models import LanguageModel, RunsOnBatches, UntiesHead
+from stack_core.abi.models import LanguageModel, UntiesHead
 from stack_core.ops.building import is_quantized
 from stack_quant.algorithms import parse_algorithms
 from stack_quant.errors import QuantError, RuleError
 from stack_quant.measuring import Call
+from stack_quant.model import call_on_batches
 from stack_quant.quantization import Quantization, State, quantized
 from stack_quant.rules import Rule
 from stack_quant.scales import Range
@@ -27,7 +28,6 @@ __all__ = [
     "IMAGE_INPUTS",
     "ModuleProgram",
     "as_program_class",
-    "call_on_batches",
     "is_factor",
     "plain_module",
     "quantize_module",
@@ -199,15 +199,6 @@ def is_factor(variable: Any) -> bool:
 
 class StaticRange(nnx.Variable[Any]):
     """A variable with the lower or the upper ends of a static range."""
-
-
-def call_on_batches(model: Any) -> Callable[..., Any] | None:
-    """Returns the `call` of `quantize_module` for a model that `RunsOnBatches`, else None."""
-    return _on_batch if isinstance(model, RunsOnBatches) else None
-
-
-def _on_batch(model: Any, **batch: Any) -> Any:
-    return model.on_batch(batch)
 
 
 def run_as_program(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from stack_core.abi.config import config
 from stack_core.ops.building import is_quantized
 from stack_quant.errors import QuantError
 from stack_quant.methods import method
-from stack_quant.model import quantize_model
+from stack_quant.model import call_on_batches, quantize_model
 from stack_quant.recipes import as_rules
 from stack_quant.rules import Rule
 
@@ -52,14 +52,11 @@ class Quantization:
     sample_batch: Mapping[str, Any]
 
     def apply(self, model: Any) -> Any:
-        # Imports Flax, an optional dependency that is installed if there is an nnx.Module.
-        from stack_quant.nnx_model import call_on_batches
-
         call, method = call_on_batches(model), self.recipe.method
         return quantize_model(model, self.recipe.rules, dict(self.sample_batch), method=method, call=call)
 
     def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        from stack_quant.nnx_model import run_as_program  # as above
+        from stack_quant.nnx_model import run_as_program  # imports Flax, which a model in training needs
 
         key = kwargs.get("key")
         if key is not None and model.quantization.resolved.method.products is not None:

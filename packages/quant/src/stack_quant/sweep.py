@@ -23,7 +23,7 @@ from stack_quant.errors import QuantError
 from stack_quant.evaluation import Evaluation
 from stack_quant.mixed.sensitivity import Sensitivity, measure_sensitivity
 from stack_quant.mixed.types import FLOAT, TYPES, Budget, type_fields
-from stack_quant.model import quantize_model, report
+from stack_quant.model import call_on_batches, quantize_model, report
 from stack_quant.recipes import as_rules, recipe_names
 from stack_quant.rules import Rule
 from stack_quant.section import QuantConfig
@@ -205,7 +205,13 @@ def sweep_checkpoint(
     if plain is None:
         raise QuantError(f"A sweep measures the loss on held-out data, and {source} has none. Give other data.")
     table = measure_sensitivity(
-        trained.model, selection.mixed, sample_batch, stream=stream, stream_batches=len(stream), progress=progress
+        trained.model,
+        selection.mixed,
+        sample_batch,
+        call=call_on_batches(trained.model),
+        stream=stream,
+        stream_batches=len(stream),
+        progress=progress,
     )
     schemes |= _mixed(table)
     rows = [SweepRow("float", "", table.float_bytes, plain, 0.0, None)]
@@ -243,9 +249,10 @@ def _row(
     plain: float,
 ) -> SweepRow:
     section = QuantConfig(rules=tuple(_with_method(rule, method) for rule in rules))
+    options: Any = {"call": call_on_batches(model), "stream": stream, "stream_batches": len(stream)}
     start = time.perf_counter()
     try:
-        quantized = quantize_model(model, section.rules, stream[0], stream=stream, stream_batches=len(stream))
+        quantized = quantize_model(model, section.rules, stream[0], **options)
         jax.block_until_ready(jax.tree.leaves(quantized))
         quantize_s = time.perf_counter() - start
         loss = evaluate.of_quantized(quantized, section)

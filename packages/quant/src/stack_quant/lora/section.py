@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from stack_core.abi.adapters import Adapters
 from stack_core.abi.config import config
 from stack_quant.lora.rules import AdapterRule, as_adapter_rules
+from stack_quant.model import call_on_batches
 
 __all__ = ["LoRAConfig", "LowRankAdaptation"]
 
@@ -48,9 +49,8 @@ class LowRankAdaptation:
     sample_batch: Mapping[str, Any]
 
     def apply(self, model: Any) -> Any:
-        # These modules import Flax, an optional dependency that is installed if there is an nnx.Module.
+        # Imports Flax, an optional dependency that is installed if there is an nnx.Module.
         from stack_quant.lora.module import adapt_module
-        from stack_quant.nnx_model import call_on_batches
 
         call, recipe = call_on_batches(model), self.recipe
         return adapt_module(model, recipe.rules, self.sample_batch, call=call, seed=recipe.seed, dtype=recipe.dtype)

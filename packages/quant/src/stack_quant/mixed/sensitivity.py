@@ -163,6 +163,7 @@ def measure_sensitivity(
     types: Sequence[str],
     sample_batch: Any,
     *,
+    call: Callable[..., Any] | None = None,
     stream: Iterable[Any] | None,
     stream_batches: int,
     progress: Progress = lambda stage, finished, total: None,
@@ -179,7 +180,7 @@ def measure_sensitivity(
     Args:
       model: an `nnx.Module` or a callable pytree, in float.
       types: names of `stack_quant.mixed.types`, such as "int4/t32" or "float".
-      sample_batch: arguments of one call, as for `quantize_model`.
+      sample_batch, call: arguments of one call, and the call, as for `quantize_model`.
       stream: batches in the form of `sample_batch`.
       stream_batches: maximum number of batches taken from the stream.
       progress: callback with a stage, its completed steps and its total steps.
@@ -189,7 +190,7 @@ def measure_sensitivity(
       StackError: a type does not exist.
     """
     fields = type_fields(types)
-    fn, parameters, may_quantize, is_logits, arguments_of = _as_function(model, sample_batch)
+    fn, parameters, may_quantize, is_logits, arguments_of = _as_function(model, sample_batch, call)
     args, kwargs = arguments_of(sample_batch)
     arrays = parameters.arrays
     floating = {
@@ -210,14 +211,14 @@ def measure_sensitivity(
     }
     count = 0
     for batch in islice(stream or (), stream_batches):
-        call = arguments_of(batch)
-        reference = distance.reference(call, count)
+        inputs = arguments_of(batch)
+        reference = distance.reference(inputs, count)
         for done, (path, spec) in enumerate(totals):
             progress("measuring the sensitivity", count * len(totals) + done, stream_batches * len(totals))
             if spec is None:
                 continue
             changed = ops.dequantize(quantize_array(arrays[path], spec, name=path), arrays[path].dtype)
-            found = distance(call, {**arrays, path: changed}, reference)
+            found = distance(inputs, {**arrays, path: changed}, reference)
             if not np.isfinite(found).all():
                 raise QuantError(
                     f"With {path} in {spec.type}, the outputs hold NaN or infinities for batch {count} of the "
@@ -249,7 +250,9 @@ def _mean(total: np.ndarray) -> float:
     return float(total[0] / total[1]) if total[1] else 0.0
 
 
-def _as_function(model: Any, sample_batch: Any) -> tuple[Any, Parameters, Callable[[str], bool], bool, Any]:
+def _as_function(
+    model: Any, sample_batch: Any, call: Callable[..., Any] | None
+) -> tuple[Any, Parameters, Callable[[str], bool], bool, Any]:
     """Returns a model as a function of parameters.
 
     Returns:
@@ -265,7 +268,7 @@ def _as_function(model: Any, sample_batch: Any) -> tuple[Any, Parameters, Callab
         from stack_core.abi.models import LanguageModel
         from stack_quant.nnx_model import ModuleProgram, plain_module
 
-        program = ModuleProgram.of(plain_module(model), args, kwargs)
+        program = ModuleProgram.of(plain_module(model), args, kwargs, call)
 
         def arguments_of(batch: Any) -> Call:
             args, kwargs = split_arguments(batch)
@@ -277,7 +280,7 @@ def _as_function(model: Any, sample_batch: Any) -> tuple[Any, Parameters, Callab
     parameters = Parameters.of(plain)
     if not callable(plain) or not parameters.arrays:
         raise QuantError(f"{type(plain).__name__} is neither an nnx.Module nor a callable pytree with parameters.")
-    return call_model, parameters, lambda path: True, False, split_arguments
+    return call or call_model, parameters, lambda path: True, False, split_arguments
 
 
 def _specs(

@@ -14,9 +14,9 @@ import pytest
 
 from stack_core.abi.models import LanguageModel, RunsOnBatches
 from stack_core.abi.plugins import registries
+from stack_quant.batch_calls import call_on_batches
 from stack_quant.lora.planning import add_adapters, factors_of
 from stack_quant.lora.rules import AdapterRule
-from stack_quant.model import call_on_batches
 from stack_quant.nnx_model import ModuleProgram, plain_module
 from stack_quant.recipes import load_recipe
 from stack_quant.section import QuantConfig, Quantization

@@ -17,12 +17,13 @@ from stack_core.abi.errors import ConversionError, StackError, nearest
 from stack_core.abi.formats import TrainedModel
 from stack_core.abi.model_formats import open_model
 from stack_core.report.markup import element
+from stack_quant.batch_calls import call_on_batches
 from stack_quant.calibration import STREAM_BATCHES, check_batches
 from stack_quant.errors import QuantError
 from stack_quant.evaluation import Evaluation
 from stack_quant.mixed.sensitivity import Candidate, Sensitivity, measure_sensitivity
 from stack_quant.mixed.types import Budget
-from stack_quant.model import call_on_batches, quantize_model, report
+from stack_quant.model import quantize_model, report
 from stack_quant.recipes import Rules, as_rules, recipe_names
 from stack_quant.rules import Rule
 from stack_quant.section import QuantConfig

@@ -19,11 +19,12 @@ import numpy as np
 from stack_core.abi.errors import ConversionError
 from stack_core.abi.model_formats import open_model
 from stack_quant.algorithms.stream import arguments_of
+from stack_quant.batch_calls import call_on_batches
 from stack_quant.calibration import STREAM_BATCHES, check_batches
 from stack_quant.checkpoint import first_batch
 from stack_quant.errors import QuantError
 from stack_quant.methods import method
-from stack_quant.model import call_model, call_on_batches, is_nnx_module, split_arguments
+from stack_quant.model import call_model, is_nnx_module, split_arguments
 from stack_quant.transform.interpreter import Interpreter, ResolvedRules
 from stack_quant.transform.layout import Layout
 from stack_quant.transform.program import Parameters, trace

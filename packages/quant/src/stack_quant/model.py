@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import jax
 
 from stack_core import ops
-from stack_core.abi.models import RunsOnBatches
 from stack_core.ops.building import is_quantized
 from stack_quant.calibration import STREAM_BATCHES
 from stack_quant.errors import QuantError
@@ -28,7 +27,7 @@ from stack_quant.recipes import Rules, as_rules
 from stack_quant.transform.coverage import Report
 from stack_quant.transform.program import Parameters
 
-__all__ = ["QuantizedModel", "call_on_batches", "quantize_function", "quantize_model", "report"]
+__all__ = ["QuantizedModel", "quantize_function", "quantize_model", "report"]
 
 M = TypeVar("M")
 
@@ -195,18 +194,6 @@ class QuantizedModel:
             getattr(self.params, name),
             is_leaf=is_quantized,
         )
-
-
-def call_on_batches(model: Any) -> Callable[..., Any] | None:
-    """Returns the `call` of `quantize_model` whose keyword arguments are a batch, for a model that `RunsOnBatches`.
-
-    Other models get None.
-    """
-    return _on_batch if isinstance(model, RunsOnBatches) else None
-
-
-def _on_batch(model: Any, **batch: Any) -> Any:
-    return model.on_batch(batch)
 
 
 def split_arguments(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,9 +14,9 @@ from flax import nnx
 from stack_core.abi.models import LanguageModel, UntiesHead
 from stack_core.ops.building import is_quantized
 from stack_quant.algorithms import parse_algorithms
+from stack_quant.batch_calls import call_on_batches
 from stack_quant.errors import QuantError, RuleError
 from stack_quant.measuring import Call
-from stack_quant.model import call_on_batches
 from stack_quant.quantization import Quantization, State, quantized
 from stack_quant.rules import Rule
 from stack_quant.scales import Range

@@ -8,9 +8,10 @@ from pydantic import BeforeValidator
 
 from stack_core.abi.config import config
 from stack_core.ops.building import is_quantized
+from stack_quant.batch_calls import call_on_batches
 from stack_quant.errors import QuantError
 from stack_quant.methods import method
-from stack_quant.model import call_on_batches, quantize_model
+from stack_quant.model import quantize_model
 from stack_quant.recipes import as_rules
 from stack_quant.rules import Rule
 

@@ -17,13 +17,14 @@ from stack_core.report.markup import Markup, breakable, element
 from stack_core.report.plots import Chart, Series
 from stack_core.report.svg import draw
 from stack_quant.algorithms import parse_algorithms
+from stack_quant.batch_calls import call_on_batches
 from stack_quant.calibration import STREAM_BATCHES, check_batches
 from stack_quant.checkpoint import check_finite, first_batch
 from stack_quant.errors import QuantError
 from stack_quant.evaluation import Evaluation
 from stack_quant.mixed.sensitivity import Sensitivity, measure_sensitivity
 from stack_quant.mixed.types import FLOAT, TYPES, Budget, type_fields
-from stack_quant.model import call_on_batches, quantize_model, report
+from stack_quant.model import quantize_model, report
 from stack_quant.recipes import as_rules, recipe_names
 from stack_quant.rules import Rule
 from stack_quant.section import QuantConfig

@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field
 
 from stack_core.abi.adapters import Adapters
 from stack_core.abi.config import config
+from stack_quant.batch_calls import call_on_batches
 from stack_quant.lora.rules import AdapterRule, as_adapter_rules
-from stack_quant.model import call_on_batches
 
 __all__ = ["LoRAConfig", "LowRankAdaptation"]
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import jax
 import pytest
 
-from stack_core.abi.errors import ConfigError, TrainingError
+from stack_core.abi.errors import ConfigError, ShardingError, TrainingError
 from stack_core.abi.mesh import MeshConfig, ShardingRules
 from stack_core.chips.device_mesh import make_mesh
 from stack_train.models.deepseek_v3 import DeepseekV3Config
@@ -92,7 +92,9 @@ def test_the_same_options_are_accepted_with_one_replica():
 
 
 def test_replicas_need_devices_of_their_own():
-    with pytest.raises(ConfigError, match=r"replicas is 2, and mesh\.data is 1, which is not a multiple.*mesh\.data=2"):
+    with pytest.raises(
+        ShardingError, match=r"replicas is 2, and mesh\.data is 1, which is not a multiple.*mesh\.data=2"
+    ):
         Program(step_of(), make_mesh(MeshConfig(), jax.devices()[:1]))
 
 

@@ -52,7 +52,7 @@ W4 = (
 W2 = ({"path": "embedding|lm_head", "weights": "int8"}, {"path": ".*", "weights": "int2"})
 WEIGHTS = {"int4": W4, "int2": W2}
 INT8 = ({"path": "blocks", "weights": "int8", "activations": "int8", "gradients": "int8"},)
-QAT_LEARNING_RATE = 3e-4
+QAT_LEARNING_RATE = 2e-4
 QAT_SCHEDULE = {"warmup_steps": 10, "decay": "linear", "final_fraction": 0.0}
 SMOOTHED_STEPS = 20
 LIMITS = {
@@ -67,7 +67,7 @@ def main() -> None:
     """Measures, writes the results, and exits with status 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, help="of the float model's training (the quickstart's)")
-    parser.add_argument("--qat-steps", type=int, default=100)
+    parser.add_argument("--qat-steps", type=int, default=200)
     parser.add_argument("--text-steps", type=int, default=100, help="of QAT on text; 0 leaves it out")
     parser.add_argument("--qt-steps", type=int, default=300, help="0 leaves QT out")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="types of QAT")

@@ -11,6 +11,7 @@ import pytest
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
+from stack_core.runtime.tree_paths import path_name
 from stack_rl.contracts import Trajectory
 from stack_rl.experience import batch_of, batch_shapes, credited, update_batch
 from stack_rl.objectives.flow_grpo import FlowGRPOConfig
@@ -205,4 +206,8 @@ def test_every_objective_trains_adapters_and_quantized_weights(name, transform):
     sections = {"model": model, "data": data, "objective": objective, **ADAPTED[transform]}
     config = parse(RunConfig, {"output": "none", **sections})
     program = build_program(config)
-    jax.eval_shape(program.step, program.abstract_state, config.batches.spec(config.model))
+    before, batch = program.abstract_state, config.batches.spec(config.model)
+    after, _ = jax.eval_shape(program.step, before, batch)
+    assert [leaf.shape for leaf in jax.tree.leaves(after)] == [leaf.shape for leaf in jax.tree.leaves(before)]
+    trained = [path_name(path) for path, _ in jax.tree.leaves_with_path(before.params)]
+    assert all("lora" in path for path in trained) == (transform == "lora"), trained

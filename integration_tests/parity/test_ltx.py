@@ -22,7 +22,7 @@ from stack_train.diffusion.starts import Start, keep_first_frame
 from stack_train.diffusion.wan import FIRST_FRAME
 
 from .test_diffusers import drawn, of_numpy, of_torch
-from .test_wan import assert_same_tensors, make_tokenizer
+from .test_wan import assert_same_component, assert_same_gradients, assert_same_tensors, make_tokenizer
 
 pytestmark = [
     pytest.mark.parity,
@@ -80,21 +80,8 @@ def test_a_denoiser_is_equivalent(begins, tmp_path):
     with jax.default_matmul_precision("highest"):
         gradients, found = jax.grad(loss, has_aux=True)(state)
     assert_close(found, predicted.detach().numpy())
-    named = {
-        name: tensor
-        for path, leaf in nnx.to_flat_state(gradients)
-        for name, tensor in ltx.COMPONENT.tensors_of(config, "/".join(map(str, path)), np.asarray(leaf[...])).items()
-    }
-    expected = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
-    assert named.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert gradient.any(), name
-        tolerance = TOLERANCE * max(1.0, np.abs(gradient).max())
-        np.testing.assert_allclose(named[name], gradient, atol=tolerance, rtol=0, err_msg=name)
-    save_component(ltx.COMPONENT, tmp_path / "ours", config, ours)
-    assert_same_tensors(tmp_path, "")
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours")]
-    assert {name: value for name, value in configs[0].items() if name[0] != "_"}.items() <= configs[1].items()
+    assert_same_gradients(ltx.COMPONENT, config, gradients, theirs)
+    assert_same_component(ltx.COMPONENT, config, ours, tmp_path)
 
 
 CONVOLVING = {"block_out_channels": (6, 10), "layers_per_block": (2, 1, 2), "spatio_temporal_scaling": (True, False)}

@@ -80,10 +80,16 @@ def test_a_denoiser_that_reads_an_image_is_equivalent(features, tmp_path):
     expected = of_numpy(predicted.detach())
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max(), rtol=0)
+    assert_same_gradients(wan.COMPONENT, config, gradients, theirs)
+    assert_same_component(wan.COMPONENT, config, ours, tmp_path)
+
+
+def assert_same_gradients(component, config, gradients, theirs):
+    """Compares the gradient of each parameter with the one of the module in PyTorch."""
     named = {
         name: tensor
         for path, leaf in nnx.to_flat_state(gradients)
-        for name, tensor in wan.COMPONENT.tensors_of(config, "/".join(map(str, path)), np.asarray(leaf[...])).items()
+        for name, tensor in component.tensors_of(config, "/".join(map(str, path)), np.asarray(leaf[...])).items()
     }
     expected = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
     assert named.keys() == expected.keys()
@@ -91,9 +97,13 @@ def test_a_denoiser_that_reads_an_image_is_equivalent(features, tmp_path):
         assert gradient.any(), name
         tolerance = TOLERANCE * max(1.0, np.abs(gradient).max())
         np.testing.assert_allclose(named[name], gradient, atol=tolerance, rtol=0, err_msg=name)
-    save_component(wan.COMPONENT, tmp_path / "ours", config, ours)
-    assert_same_tensors(tmp_path, "")
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours")]
+
+
+def assert_same_component(component, config, ours, root):
+    """Writes a model beside the one of diffusers in `root`; compares tensors bitwise and all keys of the configs."""
+    save_component(component, root / "ours", config, ours)
+    assert_same_tensors(root, "")
+    configs = [json.loads((root / name / "config.json").read_text()) for name in ("theirs", "ours")]
     assert {name: value for name, value in configs[0].items() if name[0] != "_"}.items() <= configs[1].items()
 
 

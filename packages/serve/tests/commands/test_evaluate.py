@@ -24,6 +24,11 @@ def test_without_the_harness_the_error_names_the_extra(monkeypatch: pytest.Monke
             "--tokenizer has no effect on a model in this process",
         ),
         ("http://127.0.0.1:1", {"tasks": "arc_easy", "adapter": "runs/y"}, "--adapter has no effect on a server"),
+        (
+            "http://h",
+            {"tasks": "gsm8k", "chat": True, "tokenizer": "x"},
+            "--tokenizer has no effect on answers to chats",
+        ),
     ],
 )
 def test_options_that_would_have_no_effect_are_refused(target: str, options: dict, problem: str) -> None:

@@ -7,7 +7,7 @@ __all__ = ["user_cache_dir"]
 
 
 def user_cache_dir() -> Path:
-    """Returns `$XDG_CACHE_HOME/stack`, or `~/.cache/stack` if that variable is no absolute path; it may not exist.
+    """Returns `$XDG_CACHE_HOME/stack`, or `~/.cache/stack` without an absolute path there. It may not exist yet.
 
     Raises:
       RuntimeError: the user has no home directory.

@@ -62,7 +62,7 @@ def descend(
 def _with_scales(mapped: Scales, full: jax.Array, weight: Weight) -> Scales:
     spec = weight.spec
     if mapped.zero_point is not None:
-        # Scales of 8 bits beside zero points stay.
+        # Stored in 8 bits, scales with zero points are not fitted.
         return mapped if mapped.scale_unit is not None else mapped._replace(scale=full, full=full)
     span = Range(None, full * np.float32(spec.qtype.largest))
     return scales(span, spec.qtype, unit_axes=spec.unit_axes(weight.array.ndim), double=spec.double_quantized)

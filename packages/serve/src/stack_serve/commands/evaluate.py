@@ -5,10 +5,12 @@ import json as json_format
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.installing import install_command
@@ -24,14 +26,14 @@ def evaluate(  # noqa: PLR0913, each parameter is an option of the command
     /,
     *,
     tasks: str,
-    limit: int | None = None,
-    shots: int | None = None,
+    limit: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    shots: Annotated[int | None, Parameter(validator=Number(gte=0))] = None,
     chat: Annotated[bool, Parameter(negative=())] = False,
     system: str | None = None,
     include: Path | None = None,
     output: Path | None = None,
     adapter: str | None = None,
-    max_sequences: int | None = None,
+    max_sequences: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     model: str | None = None,
     tokenizer: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -53,7 +55,7 @@ def evaluate(  # noqa: PLR0913, each parameter is an option of the command
       adapter: run or PEFT directory of an adapter.
       max_sequences: number of sequences that run together, or of simultaneous requests to a server.
       model: name of the model on the server (the first one that it lists).
-      tokenizer: directory of the tokenizer of a server's model, which its texts are scored with.
+      tokenizer: directory of the tokenizer with which a server's texts are scored; needs transformers.
       json: print the scores as JSON.
     """
     names = tuple(name for name in (name.strip() for name in tasks.split(",")) if name)
@@ -62,6 +64,8 @@ def evaluate(  # noqa: PLR0913, each parameter is an option of the command
     is_server = target.startswith(("http://", "https://"))
     if is_server:
         _refuse_set("a server, which has its own model", adapter=adapter)
+        if chat:
+            _refuse_set("answers to chats, which are not scored", tokenizer=tokenizer)
     else:
         _refuse_set("a model in this process", model=model, tokenizer=tokenizer)
     from stack_serve.evaluation.evaluate import EvaluationSettings, evaluate_model, evaluate_server
@@ -72,6 +76,8 @@ def evaluate(  # noqa: PLR0913, each parameter is an option of the command
         raise ConfigError(
             f"Benchmarks are those of lm_eval: {error}. Install it: {install_command('stack-serve[evaluate]')}"
         ) from error
+    if tokenizer is not None and find_spec("transformers") is None:
+        raise ConfigError("The harness reads --tokenizer by transformers. Install it: pip install transformers")
     settings = EvaluationSettings(
         tasks=names, limit=limit, shots=shots, chat=chat, system=system, include=include, output=output
     )

@@ -3,7 +3,6 @@
 Functions import lm_eval, an optional dependency, where they use it.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,9 +108,9 @@ def evaluate_server(
             "--tokenizer DIR, or evaluate answers to chats by --chat."
         )
     else:
-        arguments |= {"tokenizer_backend": "huggingface", "tokenizer": tokenizer, "tokenized_requests": True}
+        directory = tokenizer.removeprefix("hf:")
+        arguments |= {"tokenizer_backend": "huggingface", "tokenizer": directory, "tokenized_requests": True}
         arguments["add_bos_token"] = True  # if the tokenizer has one, as for models in this process
-    os.environ.setdefault("OPENAI_API_KEY", "none")  # without which the harness sends nothing
     kind = f"local-{'chat-' if settings.chat else ''}completions"
     return _scores(settings, _manager(settings), model=kind, model_args=arguments)
 
@@ -120,8 +119,9 @@ def _manager(settings: EvaluationSettings) -> Any:
     """Returns the harness's `TaskManager` with the definitions of all tasks; checks the names."""
     from lm_eval.tasks import TaskManager
 
-    include = None if settings.include is None else str(settings.include)
-    manager = TaskManager(include_path=include)
+    if settings.include is not None and not settings.include.is_dir():
+        raise GenerationError(f"{settings.include} is not a directory. Name one with YAML files of tasks by --include.")
+    manager = TaskManager(include_path=None if settings.include is None else str(settings.include))
     for name in settings.tasks:
         if not manager.match_tasks([name]):
             raise GenerationError(
@@ -149,8 +149,10 @@ def _scores(settings: EvaluationSettings, manager: Any, **model: Any) -> list[Sc
             bootstrap_iters=1000,
             **model,
         )
-    except OSError as error:  # of the datasets, which the harness downloads
+    except OSError as error:  # the harness downloads datasets
         raise GenerationError(f"The data of {', '.join(settings.tasks)} cannot be read: {error}") from error
+    except NotImplementedError as error:  # answers to chats have no scores
+        raise GenerationError(f"{', '.join(settings.tasks)} cannot be evaluated in this way: {error}") from error
     if tracker is not None:
         samples = results["samples"]
         tracker.save_results_aggregated(results=results, samples=samples)

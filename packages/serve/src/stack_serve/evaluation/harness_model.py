@@ -22,9 +22,9 @@ _ANSWER_TOKENS = 256  # of tasks that state no limit, as in the harness
 
 
 class HarnessModel:
-    """Scores texts and generates answers with an `LLM`: the methods that the harness's `TemplateLM` leaves open.
+    """The methods of the harness's `TemplateLM` that score texts and generate answers, with an `LLM`.
 
-    `evaluate_model` joins the two classes, because lm_eval is an optional dependency.
+    `evaluate_model` makes a class of both: lm_eval is an optional dependency, so this one cannot inherit from it.
 
     Args:
       llm: the model.

@@ -190,7 +190,7 @@ class ImageSampler:
         begun = None
         if start is not None and self.makes_videos:
             condition |= self._first_frame(start, len(prompts))
-            begun = self._kept(condition)
+            begun = self._preserved(condition)
         elif start is not None:
             begun = self._begun(start, len(prompts))
         latents = self._sampled(condition, len(prompts), sampler, seed, begun=begun, control=control)
@@ -223,7 +223,7 @@ class ImageSampler:
             raise GenerationError("The model reads no frame rate. Leave it out.", parameter="frame_rate")
         return {FRAME_RATE: jnp.full(count, frame_rate, jnp.float32)}
 
-    def _kept(self, condition: Condition) -> Begun | None:
+    def _preserved(self, condition: Condition) -> Begun | None:
         """Returns the frame that sampling preserves if the model does not read it in additional channels."""
         if not getattr(self.config, "takes_image", False):
             return None

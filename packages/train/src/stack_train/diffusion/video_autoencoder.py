@@ -88,7 +88,7 @@ class VideoAutoencoder(nnx.Module):
 
     @abc.abstractmethod
     def run_decoder(self, latents: Latents, *, by_chunks: bool) -> Videos:
-        """Returns videos, which may exceed -1 to 1."""
+        """Returns videos; their values may lie outside of -1 to 1."""
 
     @abc.abstractmethod
     def statistics(self) -> tuple[Float[Array, " channels"], Float[Array, " channels"]]:

@@ -1,4 +1,4 @@
-"""Grouped products of codes: rows and matrices in 8 bits, multiplied as they are and scaled afterwards."""
+"""Grouped products of 8-bit codes, whose sums are scaled afterwards."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -124,7 +124,7 @@ def test_a_video_begins_with_its_image_and_depends_on_it(opened):
     assert np.abs(videos[0][:, -1].astype(int) - videos[1][:, -1]).max() > 0
     # The decoder is not causal, and therefore the latents are compared.
     condition = opened.condition([CLIP], sampler) | opened._first_frame(grey[0], 1)
-    latents = opened._sampled(condition, 1, sampler, 0, begun=opened._kept(condition))
+    latents = opened._sampled(condition, 1, sampler, 0, begun=opened._preserved(condition))
     np.testing.assert_allclose(latents[:, 0], condition["first_frame"], atol=1e-6)
     with pytest.raises(GenerationError, match="A mask is for models of images"):
         opened.images_of([CLIP], sampler, start=Start(grey[0].image, np.zeros((16, 16), np.uint8)))

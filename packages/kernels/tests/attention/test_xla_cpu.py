@@ -91,6 +91,13 @@ def test_few_weights_are_kept() -> None:
     assert exponentials(8) > 0
 
 
+@pytest.mark.parametrize(("causal", "tiles"), [(False, 1), (True, 4)])
+def test_only_queries_that_see_many_keys_take_large_tiles(causal: bool, tiles: int) -> None:
+    operand = _normal(0, 1, 512, 2, 16)
+    program = jax.jit(lambda x: ops.attention(x, x, x, causal=causal, implementation=XLA_CPU))
+    assert program.lower(operand).as_text().count("stablehlo.dot_general") == 2 * tiles
+
+
 def _check_against_reference(
     q_seq: int,
     options: dict[str, Any],

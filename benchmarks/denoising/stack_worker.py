@@ -17,7 +17,7 @@ from stack_train.diffusion.denoiser import image_tokens
 from stack_train.diffusion.latents import sample_latents, sampling_table
 from stack_train.diffusion.scheduler import read_scheduler
 from stack_train.optim import AdamWConfig, ScheduleConfig
-from stack_train.step.program import Program
+from stack_train.step.program import Program, compile_lowered
 from stack_train.step.step import make_step
 from stack_train.variables.model_variables import stored_values
 
@@ -39,17 +39,18 @@ def sampling(name: str, model: Any, scheduler: Any) -> Any:
         options: Any = {"sampler": sampler, "table": table, "key": key}
         return sample_latents(nnx.merge(graph, state), condition, start, **options)
 
-    return lambda: np.asarray(run(state, given, jnp.asarray(start), jax.random.key(0)))
+    compiled = compile_lowered(run.lower(state, given, jnp.asarray(start), jax.random.key(0)))
+    return lambda: np.asarray(compiled(state, given, jnp.asarray(start), jax.random.key(0)))
 
 
-def training(name: str, config: Any, model: Any, scheduler: Any) -> Any:
+def training(name: str, config: Any, values: Any, scheduler: Any) -> Any:
     """Returns a function that makes a step, as `stack train` does."""
     objective = replace(scheduler.objective, condition_dropout=0.0)
     optimizer = AdamWConfig(learning_rate=LEARNING_RATE, schedule=ScheduleConfig(warmup_steps=1))
     program = Program(make_step((COMPONENTS[name].family, config), objective, optimizer, steps=10**6))
     given = {key: each for key, each in conditions(name).items() if not key.startswith("negative_")}
     batch = {"images": noise(name), "weights": np.ones(ROWS, np.float32), **given}
-    state = program.init(stored_values(model), key=jax.random.key(0))
+    state = program.init(values, key=jax.random.key(0))
     compiled = program.compile(batch)
 
     def step() -> None:
@@ -64,11 +65,15 @@ def training(name: str, config: Any, model: Any, scheduler: Any) -> Any:
 def main() -> None:
     name, task, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     config, model = load_component(COMPONENTS[name], folder / "model")
-    model.eval()
     scheduler = read_scheduler(folder / "scheduler")
     if task == "step":
-        serve(training(name, config, model, scheduler), None, folder, "stack")
+        # A loop copies what its layers save, as benchmarks/peers/stack_train.yaml says.
+        config = replace(config, unroll=True) if hasattr(config, "unroll") else config
+        values = stored_values(model)
+        del model  # as a run, which has no parameters beside its state
+        serve(training(name, config, values, scheduler), None, folder, "stack")
         return
+    model.eval()
     work = sampling(name, model, scheduler)
     serve(work, work(), folder, "stack")
 

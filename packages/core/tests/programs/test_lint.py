@@ -57,6 +57,15 @@ def test_a_fault_says_what_to_do() -> None:
     assert "moved in an inner loop: lm_head" in said
 
 
+def test_an_array_that_may_belong_to_a_layer_is_not_moved_in_vain() -> None:
+    array = ArrayShape("f32", (16, 56))
+    collective = Collective("all-gather", 3, ("while.1",), (array,), tuple(range(8)), "", "all-gather.1")
+    text = LintedParameter(name="text_in", shape=(16, 56), part=(2, 56), layers=False, bytes=4)
+    layer = LintedParameter(name="up", shape=(3, 16, 56), part=(3, 2, 56), layers=True, bytes=4)
+    assert lint_program([collective], [text]).faults
+    assert not lint_program([collective], [text, layer]).faults
+
+
 def test_a_copy_of_a_parameter_that_no_axis_splits_is_summed_whole_rightly() -> None:
     array = ArrayShape("f32", (16, 56))
     collective = Collective("all-reduce", 1, (), (array,), tuple(range(8)), "", "all-reduce.1")

@@ -78,8 +78,13 @@ def resident_bytes(root: Path = Path("/")) -> int | None:
 
 
 def give_memory_back() -> None:
-    """Returns freed memory that glibc keeps for reuse to the system; without glibc, only collects garbage."""
+    """Collects garbage, and returns freed memory to the system."""
     gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Returns freed memory that glibc keeps for reuse to the system; without glibc, does nothing."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

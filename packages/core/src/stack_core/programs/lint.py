@@ -140,7 +140,8 @@ def lint_program(
         replicated                  stored in full by every device, and more than a thousandth of all parameters
         gradient summed whole       an all-reduce of more than a device's shard of a sharded parameter
         more than a layer gathered  an all-gather of several layers of a parameter that is stacked over layers
-        moved in an inner loop      a collective of a parameter without layers, more often than once a microbatch
+        moved in an inner loop      a collective of a parameter without layers, more often than once a microbatch; an
+                                    array that may as well belong to a layer is not reported
         gathered across slices      an all-gather of a sharded parameter among devices of several slices
 
     Args:
@@ -155,12 +156,13 @@ def lint_program(
         for array in collective.arrays:
             forms = _merged_forms(array.dims, len(collective.group)) if collective.between_slices else [array.dims]
             dims, matches = _first_match(forms, by_shape)
+            in_layer = any(alike[0].layers for alike in matches)
             for alike in matches:
                 for parameter in alike:
                     known = largest[parameter.name]
                     if known is None or array.bytes > max(each.bytes for each in known.arrays):
                         largest[parameter.name] = collective
-                for kind in _faults_of(collective, dims, alike[0], outer_trips):
+                for kind in _faults_of(collective, dims, alike[0], outer_trips, in_layer):
                     names = tuple(parameter.name for parameter in alike)
                     fault = Fault(
                         kind=kind,
@@ -261,7 +263,7 @@ def _ways_to_hold(axes: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[in
 
 
 def _faults_of(
-    collective: Collective, dims: Sequence[int], parameter: LintedParameter, outer_trips: int
+    collective: Collective, dims: Sequence[int], parameter: LintedParameter, outer_trips: int, in_layer: bool
 ) -> Iterator[FaultKind]:
     layers = _layers_in(dims, parameter) or 0
     gathers = collective.kind == "all-gather" or collective.is_gather
@@ -271,5 +273,5 @@ def _faults_of(
         yield "more than a layer gathered"
     if gathers and parameter.is_split and collective.between_slices:
         yield "gathered across slices"
-    if not parameter.layers and collective.loops and collective.times > outer_trips:
+    if not in_layer and collective.loops and collective.times > outer_trips:
         yield "moved in an inner loop"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stack_core.abi.errors import EngineBusy, EngineStopped
+from stack_core.chips.machine import give_memory_back
 from stack_core.text.image_models import ImageModel, ImageRequest, ImageState
 
 __all__ = ["ImageEngine", "ImageJob", "ImageStats", "ImageUpdate"]
@@ -101,6 +102,7 @@ class ImageEngine:
     def prepare(self) -> None:
         """Compiles the programs of one image of the default size. Others are compiled when they are first needed."""
         self._model.warm_up()
+        give_memory_back()
 
     def start(self) -> None:
         """Starts computing."""

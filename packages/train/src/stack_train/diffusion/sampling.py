@@ -14,6 +14,7 @@ from jaxtyping import UInt8
 
 from stack_core.abi.errors import ConfigError, ConversionError, GenerationError
 from stack_core.abi.local_paths import hub_advice, local_path
+from stack_core.chips.machine import trim_heap
 from stack_train.data.image_batches import as_pixels
 from stack_train.data.kinds.captioned import EncoderIdentity, drops_to_empty_prompt
 from stack_train.diffusion.controlnet import Control, load_controlnet
@@ -283,7 +284,10 @@ class ImageSampler:
         scales = None if control is None else control.scales(len(self.table(sampler).rows))
         # The parameters are an argument of the program instead of constants.
         state = nnx.state(self.model)
-        return self._run(state, condition, jax.random.key(seed), noise, begun, scales, sampler=sampler, count=count)
+        arguments = (state, condition, jax.random.key(seed), noise, begun, scales)
+        images = self._run(*arguments, sampler=sampler, count=count)
+        trim_heap()  # of a compilation
+        return images
 
     @cached_property
     def _run(self) -> Callable[..., jax.Array]:

@@ -11,7 +11,7 @@ from stack_core.abi.errors import HardwareError
 from stack_core.chips.memory import free_bytes
 from stack_core.programs.roofline import program_memory
 from stack_train.step.precision import wide_dtype
-from stack_train.step.program import Program
+from stack_train.step.program import Program, compile_lowered
 
 __all__ = ["ADVICE", "check_state", "compile_fitting", "out_of_memory"]
 
@@ -48,7 +48,7 @@ def compile_fitting(step: jax.stages.Traced, program: Program) -> jax.stages.Com
       HardwareError: the step needs more memory than a device has free.
     """
     with out_of_memory():
-        compiled = step.lower().compile()
+        compiled = compile_lowered(step.lower())
     memory = program_memory(compiled, program.mesh.devices.flat[0].platform)
     parts = {
         "state and batch": memory.argument_bytes,

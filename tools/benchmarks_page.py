@@ -96,6 +96,12 @@ PEERS = {
         for row in ("supervised step, 8 x 128 tokens, wall", "GRPO step, 4 x 4, wall", "sampling, 8 x 32 tokens, wall",
                     "sampling, 8 x 32 tokens, CPU", "sampling, 64 x 32 tokens, wall")
     ],
+    "Sampling and training of small denoisers": [
+        Ratio(f"{measure} over diffusers: {row}", "diffusion_vs_peers", f"{row}, {key}", "stack over diffusers")
+        for measure, key in (("time", "wall, ms"), ("peak memory", "memory, MB"))
+        for work in ("6 steps of sampling, 2 x 2 rows", "training step, 2 rows")
+        for row in (f"{model}, {work}" for model in ("unet", "dit", "wan"))
+    ],
     "Reading a profile of 101 MB": [
         Ratio("seconds for the timeline over XProf", XPROF, "timeline, ratio", "s"),
         Ratio("peak memory for the timeline over XProf", XPROF, "timeline, ratio", "peak memory, GB"),

@@ -114,7 +114,7 @@ REFUSED = (
             "mesh.fsdp=2",
         ],
         ConfigError,
-        ["mesh.context is more than 1, and the model has mixtures of experts or multi-token prediction"],
+        ["the model has mixtures of experts or multi-token prediction, which take mesh.context and no other axis"],
     ),
     (
         ["mesh.context=2", "mesh.fsdp=4", "data.seq_tokens=14"],

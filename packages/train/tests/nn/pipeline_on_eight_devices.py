@@ -89,6 +89,8 @@ MIXED = (
     ("1f1b", 1, {"stage": 2, "expert": 2, "fsdp": 2}),
     ("interleaved", 2, {"stage": 2, "expert": 2}),
     ("gpipe", 1, {"stage": 4, "data": 2}),
+    ("1f1b", 1, {"stage": 2, "context": 4}),
+    ("1f1b", 1, {"stage": 4, "context": 2}),
 )
 
 

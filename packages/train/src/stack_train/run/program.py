@@ -149,7 +149,7 @@ def _run_of(source: str) -> RunConfig:
 
 def _check_staged(config: RunConfig, program: Program) -> None:
     """Raises a ConfigError if a run uses a feature that pipeline stages do not support."""
-    microbatches = config.run.pipeline.microbatches
+    size, microbatches = program.mesh.shape["stage"], config.run.pipeline.microbatches
     sources = {name: each.source for name, each in program.step.auxiliary.items() if each.source not in ("", INIT)}
     transformed = [name for name, source in sources.items() if transform_names(_run_of(source))]
     axes = program.step.model.variables.logical_axes
@@ -160,9 +160,10 @@ def _check_staged(config: RunConfig, program: Program) -> None:
         "the microbatches of run.pipeline take the place of run.accumulation_steps, which is more than 1": (
             config.run.accumulation_steps > 1
         ),
-        # XLA's partitioner fails on their lookups ("Check failed: num_replica_groups", jax 0.10.2).
-        "mesh.context is more than 1, and the model has mixtures of experts or multi-token prediction": (
+        # XLA's partitioner fails on their lookups with a third axis ("Check failed: num_replica_groups", jax 0.10.2).
+        "the model has mixtures of experts or multi-token prediction, which take mesh.context and no other axis": (
             program.mesh.shape["context"] > 1
+            and program.mesh.size > size * program.mesh.shape["context"]
             and (
                 "further" in program.step.model.module_names
                 or any("experts" in each for each in jax.tree.leaves(axes, is_leaf=_is_axes))
@@ -174,7 +175,6 @@ def _check_staged(config: RunConfig, program: Program) -> None:
     }
     found = [problem for problem, holds in problems.items() if holds]
     if found:
-        size = program.mesh.shape["stage"]
         raise ConfigError(f"mesh.stage is {size}, but {'; and '.join(found)}. Set mesh.stage=1, or change that.")
 
 

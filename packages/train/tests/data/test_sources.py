@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stack_core.abi.data import DataSource
@@ -23,10 +24,11 @@ from stack_train.data.pipeline import Pipeline
 from stack_train.data.prepared.prepare import prepare
 from stack_train.data.settings import TextSettings
 from stack_train.data.source import check_unchanged, open_source
+from stack_train.data.split import split_documents, text_digest
 from stack_train.data.stdlib import StdlibSource
 from stack_train.data.streamed import StreamSource
 from stack_train.data.tar import TarSource
-from stack_train.data.text import TextSource
+from stack_train.data.text import TextSource, divided
 
 
 @pytest.fixture
@@ -171,6 +173,30 @@ def test_text_keeps_line_ends_and_descends_into_folders(tmp_path: Path) -> None:
     (document,) = TextSource(f"{tmp_path}/**/*").documents()
     assert document.text == "é\r\n"
     assert document.name == str(tmp_path / "a" / "b" / "deep.txt")
+
+
+def test_a_single_file_is_divided_after_paragraphs_and_can_be_held_out(tmp_path: Path) -> None:
+    book = "".join(f"Paragraph {number}.\nIt has two lines.\n\n" for number in range(1500))
+    (tmp_path / "book.txt").write_text(book, encoding="utf-8")
+    source = TextSource(f"{tmp_path}/*.txt")
+    parts = [document.text for document in source.documents()]
+    assert "".join(parts) == book and 20 <= len(parts) <= 40
+    assert all(part.startswith("Paragraph") and part.endswith("\n\n") for part in parts)
+    training, validation = split_documents(np.array([text_digest(part) for part in parts], np.uint64), 0.05)
+    assert len(validation) == round(0.05 * len(parts)) and len(training) == len(parts) - len(validation)
+    (tmp_path / "note.txt").write_text("Another file.", encoding="utf-8")
+    both = TextSource(f"{tmp_path}/*.txt")
+    assert [document.text for document in both.documents()] == [book, "Another file."]
+    (alone, *_) = source.document_parts()
+    assert [document.text for document in alone.documents()] == parts
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "line\n" * 20_000, "a b\r\n\r\n" * 9_000, "short\n\n" * 100])
+def test_any_text_divides_into_parts_that_join_to_it(text: str) -> None:
+    parts = list(divided(text))
+    assert "".join(parts) == text
+    assert len(parts) == 1 if len(text) < 40_960 else 20 <= len(parts) <= 40
+    assert all(part.endswith("\n") for part in parts) == ("\n" in text)
 
 
 def test_jsonl_names_documents_by_line_and_reads_the_field_asked_for(records: Path) -> None:

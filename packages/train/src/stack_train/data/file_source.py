@@ -37,9 +37,12 @@ class FileSource:
         for path in self._paths:
             yield from self.documents_of(path)
 
+    def settings(self) -> list[str]:
+        """Returns what decides the documents beside the files, for the fingerprint."""
+        return [] if self._text_field is None else [self._text_field]
+
     def fingerprint(self) -> str:
-        settings = [] if self._text_field is None else [self._text_field]
-        return stat_digest(((str(path), path) for path in self._paths), settings=settings)
+        return stat_digest(((str(path), path) for path in self._paths), settings=self.settings())
 
     def document_parts(self) -> Sequence[DataSource]:
         """Splits the source between files, into parts of 64 MiB or a single larger file."""

@@ -43,6 +43,6 @@ def split_documents(
         raise DataError(
             f"data.validation_fraction={validation_fraction} holds out all {digests.size} document(s) of the source "
             "(copies of one text stay together), so none is left to train on. Add documents, split a file into several "
-            "(split -C 64k --additional-suffix=.txt FILE part-), or set it to 0."
+            "(split -C 4k --additional-suffix=.txt FILE part-), or set it to 0."
         )
     return order[held_out:], order[:held_out]

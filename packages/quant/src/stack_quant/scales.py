@@ -10,7 +10,7 @@ from jax import lax
 from stack_quant.qtypes import QType
 from stack_quant.tiling import spread
 
-__all__ = ["Range", "Scales", "scales"]
+__all__ = ["Range", "Scales", "rescaled", "scales"]
 
 _SMALLEST_NORMAL = np.float32(np.finfo(np.float32).tiny)
 _LARGEST_BYTE = 255.0
@@ -78,6 +78,18 @@ def scales(
     if double:
         return _in_bytes(exact, unit_axes, unbiased)._replace(zero_point=zero_point)
     return Scales(exact, None, zero_point, exact)
+
+
+def rescaled(mapped: Scales, ratio: jax.Array, *, unit_axes: tuple[int, ...] = (), double: bool = False) -> Scales:
+    """Multiplies float32 or 8-bit scales by positive factors, and keeps the zero points.
+
+    Args:
+      unit_axes, double: see `scales`.
+    """
+    full = mapped.full * ratio
+    if double:
+        return _in_bytes(full, unit_axes, unbiased=False)._replace(zero_point=mapped.zero_point)
+    return mapped._replace(scale=full, full=full)
 
 
 def _guarded(scale: jax.Array, width: jax.Array) -> jax.Array:

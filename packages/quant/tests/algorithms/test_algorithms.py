@@ -130,6 +130,18 @@ def test_a_layer_sees_the_outputs_of_the_quantized_layers_before_it() -> None:
     assert agree[0] > 0.99 > agree[1]
 
 
+@pytest.mark.parametrize("algorithm", ["hqq", "autoround", "gptq,sweeps=1"])
+def test_scales_with_zero_points_are_fitted_and_stored_in_eight_bits(algorithm: str) -> None:
+    options = {"path": "w", "weights": "int4", "tile_size": 32, "weight_calibration": "minmax", "algorithm": algorithm}
+    rules = [Rule(**options, double_quantized=each) for each in (False, True)]
+    wide, narrow = (error_of(linear, {"w": weight()}, rule) for rule in rules)
+    assert narrow < 1.05 * wide
+    assert (
+        quantize_function(linear, {"w": weight()}, rules[1], STREAM[0], stream=STREAM).params["w"].scale.dtype
+        == "uint8"
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "tile", "calibration"), [("int4", 32, "absmax"), ("int3", 16, "minmax"), ("mxfp4", None, "absmax")]
 )

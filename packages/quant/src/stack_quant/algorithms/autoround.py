@@ -25,7 +25,7 @@ from stack_quant.conversion import encode_with
 from stack_quant.errors import QuantError
 from stack_quant.qarray import QArray
 from stack_quant.rounding import snap
-from stack_quant.scales import Range, scales
+from stack_quant.scales import Range, rescaled, scales
 from stack_quant.spec import ArraySpec
 from stack_quant.tiling import spread
 from stack_quant.transform.layout import Layout
@@ -84,8 +84,7 @@ def _learned(array: jax.Array, moments: jax.Array, spec: ArraySpec, layout: Layo
     if mapped.zero_point is None:
         final = scales(Range(None, span.high * ratio), kind, **options)
     else:
-        full = mapped.full * ratio
-        final = mapped._replace(scale=full, full=full)
+        final = rescaled(mapped, ratio, unit_axes=spec.unit_axes(array.ndim), double=spec.double_quantized)
     return encode_with(rounded(offset, ratio), final, spec, array.dtype)
 
 

@@ -22,7 +22,7 @@ from jax import lax
 from stack_quant.algorithms import Weight
 from stack_quant.qtypes import QType
 from stack_quant.rounding import snap
-from stack_quant.scales import Range, Scales, scales
+from stack_quant.scales import Range, Scales, rescaled, scales
 from stack_quant.tiling import Tiling, spread
 from stack_quant.transform.layout import Layout
 
@@ -48,7 +48,7 @@ def descend(
     least = _error(matrices, values, moments)
     for _ in range(sweeps):
         ratio = 1 + _scale_changes(matrices, values, moments, layout, mapped.full.shape)
-        fitted = _with_scales(mapped, mapped.full * ratio, weight)
+        fitted = _fitted(mapped, ratio, weight)
         moved = values * _of_entries(fitted.full / mapped.full, layout)
         if _error(matrices, moved, moments) < least:
             values, mapped = moved, fitted
@@ -59,13 +59,13 @@ def descend(
     return values, mapped
 
 
-def _with_scales(mapped: Scales, full: jax.Array, weight: Weight) -> Scales:
+def _fitted(mapped: Scales, ratio: jax.Array, weight: Weight) -> Scales:
     spec = weight.spec
+    axes = spec.unit_axes(weight.array.ndim)
     if mapped.zero_point is not None:
-        # Stored in 8 bits, scales with zero points are not fitted.
-        return mapped if mapped.scale_unit is not None else mapped._replace(scale=full, full=full)
-    span = Range(None, full * np.float32(spec.qtype.largest))
-    return scales(span, spec.qtype, unit_axes=spec.unit_axes(weight.array.ndim), double=spec.double_quantized)
+        return rescaled(mapped, ratio, unit_axes=axes, double=spec.double_quantized)
+    span = Range(None, mapped.full * ratio * np.float32(spec.qtype.largest))
+    return scales(span, spec.qtype, unit_axes=axes, double=spec.double_quantized)
 
 
 def _of_entries(of_tiles: jax.Array, layout: Layout) -> jax.Array:

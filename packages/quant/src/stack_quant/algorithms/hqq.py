@@ -26,7 +26,7 @@ from stack_quant.calibrate import calibrate
 from stack_quant.conversion import encode_with
 from stack_quant.qarray import QArray
 from stack_quant.rounding import snap
-from stack_quant.scales import Range, scales
+from stack_quant.scales import Range, rescaled, scales
 from stack_quant.spec import ArraySpec
 from stack_quant.tiling import Tiling
 
@@ -73,8 +73,7 @@ def _optimized(array: jax.Array, spec: ArraySpec, steps: int, p: float, beta: fl
     if mapped.zero_point is None:
         mapped = scales(Range(None, span.high * factor), kind, unit_axes=axes, double=spec.double_quantized)
     else:
-        full = mapped.full * factor
-        mapped = mapped._replace(scale=full, full=full)
+        mapped = rescaled(mapped, factor, unit_axes=axes, double=spec.double_quantized)
     return encode_with(array, mapped, spec, array.dtype)
 
 

@@ -13,6 +13,7 @@ from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.buckets import BatchOrder, BucketsConfig, bucket_sizes
 from stack_train.data.image_files import crop_offset, read_bucketed_images
+from stack_train.data.image_source import ImageFiles
 from stack_train.data.kinds.captioned import CaptionedData
 from stack_train.diffusion import autoencoder_kl, unet
 from stack_train.diffusion.grid import turn_upright, upright_size
@@ -98,7 +99,7 @@ def test_an_image_covers_its_size_and_its_crop_is_that_of_the_scaled_image(tmp_p
     ramp = np.broadcast_to(np.arange(60, dtype=np.uint8)[None, :, None] * 4, (30, 60, 3))
     Image.fromarray(ramp).save(tmp_path / "ramp.png")
     (size, found), *others = read_bucketed_images(
-        [tmp_path / "ramp.png"], sizes=[(16, 16), (12, 20)], channels=3, unreadable="error", source="ramp"
+        ImageFiles([tmp_path / "ramp.png"]), sizes=[(16, 16), (12, 20)], channels=3, unreadable="error", source="ramp"
     ).items()
     assert size == (12, 20) and not others and found.originals == [(30, 60)]
     top, left = crop_offset((30, 60), size)

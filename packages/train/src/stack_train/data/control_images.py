@@ -12,6 +12,7 @@ from stack_core.abi.errors import DataError
 from stack_core.abi.local_paths import local_path
 from stack_train.data.files import listing
 from stack_train.data.image_files import FileImages, ImageSize, image_sizes, read_images
+from stack_train.data.image_source import ImageFiles
 
 __all__ = ["ControlsConfig", "read_controls"]
 
@@ -52,7 +53,7 @@ def read_controls(
     _check_ratios(paths)
     return [
         read_images(
-            [paths[name] for name in each.names], size=size, channels=3, unreadable="error", source=folder
+            ImageFiles([paths[name] for name in each.names]), size=size, channels=3, unreadable="error", source=folder
         ).pixels
         for size, each in read.items()
     ]
@@ -72,7 +73,7 @@ def _control_file(path: Path) -> Path | None:
 
 def _check_ratios(paths: Mapping[str, Path]) -> None:
     # Sorted like the glob, for which buckets have cached the sizes already.
-    originals, controls = image_sizes(sorted(map(Path, paths))), image_sizes(list(paths.values()))
+    originals, controls = (image_sizes(ImageFiles(each)) for each in (sorted(map(Path, paths)), [*paths.values()]))
     wrong: list[str] = []
     for name, path in paths.items():
         if str(path) not in controls:  # `read_images` reports this file

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int64, UInt8, UInt64
 from stack_core.abi.errors import DataError
 from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.cache import digest_of
+from stack_train.data.captions import CaptionRows
 from stack_train.data.encoded_cache import EncodedRows, encode_once
 from stack_train.data.files import stat_digest
 from stack_train.diffusion.clip_vision import IMAGE_PROCESSOR
@@ -48,11 +49,11 @@ class EncodedImages:
         image the conditions of the first frame.
       bucket_of, row_of: bucket of each image, and its row in the latents of the bucket.
       texts: embeddings of the distinct captions, some of `TEXT_CONDITIONS`.
-      caption_of: row of `texts` for each image; images with equal captions share a row.
+      captions: captions of each image as rows of `texts`.
       empty: embeddings of the empty caption in place of dropped ones; None for zeros.
       sizes: original size, crop and target size of each image; None for denoisers without sizes.
       keys: digest of the pixels of each image.
-      names: path and caption of each image.
+      names: name and captions of each image.
       encoders: identity of the encoders.
       dtype: dtype of the text conditions.
       controls: control images of each bucket; None without.
@@ -62,7 +63,7 @@ class EncodedImages:
     bucket_of: Int64[np.ndarray, " images"]
     row_of: Int64[np.ndarray, " images"]
     texts: EncodedRows
-    caption_of: Int64[np.ndarray, " images"]
+    captions: CaptionRows
     empty: EncodedRows | None
     sizes: Float[np.ndarray, "images 6"] | None
     keys: Sequence[str]
@@ -87,9 +88,16 @@ class EncodedImages:
     def digests(self) -> UInt64[np.ndarray, " images"]:
         return np.array([int(key[:16], 16) for key in self.keys], np.uint64)
 
-    def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
-        """Returns the latents and conditions of images of one bucket, and "std" if latents are sampled."""
-        latents, captions = self.latents[self.bucket_of[places[0]]], self.caption_of[places]
+    def arrays(
+        self, places: Int64[np.ndarray, " rows"], captions: Int64[np.ndarray, " rows"] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns the latents and conditions of images of one bucket, and "std" if latents are sampled.
+
+        Args:
+          captions: row of `texts` for each image; None takes the first caption of each.
+        """
+        latents = self.latents[self.bucket_of[places[0]]]
+        captions = self.captions.first(places) if captions is None else captions
         found = {"images": latents.take("mean", self.row_of[places])}
         if "std" in latents:
             found["std"] = latents.take("std", self.row_of[places])

@@ -8,13 +8,23 @@ from stack_core.abi.errors import DataError, nearest
 __all__ = ["check_field", "text_of"]
 
 
-def check_field(name: str, fields: Iterable[str], text_field: str) -> None:
-    """Raises a DataError if a table lacks the column `text_field`."""
+def check_field(
+    name: str, fields: Iterable[str], field: str, *, setting: str = "text_field", noun: str = "the text"
+) -> None:
+    """Raises a DataError if a table lacks a column.
+
+    Args:
+      name: name of the table.
+      fields: names of its columns.
+      field: name of the column.
+      setting: key of the section `data` that names the column, for messages.
+      noun: content of the column, for messages.
+    """
     known = list(fields)
-    if text_field not in known:
+    if field not in known:
         raise DataError(
-            f"{name}: there is no column {text_field!r}.{nearest(text_field, known)} Its columns: "
-            f"{', '.join(map(repr, known)) or 'none'}. Set data.text_field to the one that holds the text."
+            f"{name}: there is no column {field!r}.{nearest(field, known)} Its columns: "
+            f"{', '.join(map(repr, known)) or 'none'}. Set data.{setting} to the one that holds {noun}."
         )
 
 

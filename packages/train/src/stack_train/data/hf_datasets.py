@@ -11,7 +11,7 @@ from stack_core.abi.installing import install_command
 from stack_train.data.fields import check_field, text_of
 from stack_train.data.files import stat_digest
 
-__all__ = ["DatasetsSource"]
+__all__ = ["DatasetsSource", "open_saved_dataset", "saved_files"]
 
 _ROWS_OF_A_PART = 50_000
 
@@ -24,10 +24,8 @@ class DatasetsSource:
     """
 
     def __init__(self, address: str = "", *, text_field: str = "text") -> None:
-        if not address:
-            raise DataError("Source 'datasets:' lacks its directory. Write 'datasets:DIRECTORY' or '...:SPLIT'.")
         self._text_field = text_field
-        self._directory, self._dataset = self._opened(address)
+        self._directory, self._dataset = open_saved_dataset(address)
         self._first_row = 0
         check_field(str(self._directory), self._dataset.column_names, text_field)
 
@@ -38,9 +36,7 @@ class DatasetsSource:
             yield Document(name, text_of(name, record[self._text_field], self._text_field))
 
     def fingerprint(self) -> str:
-        files = sorted(path for path in self._directory.rglob("*") if path.suffix in {".arrow", ".json"})
-        named = ((path.relative_to(self._directory).as_posix(), path) for path in files)
-        return stat_digest(named, settings=[self._text_field])
+        return stat_digest(saved_files(self._directory), settings=[self._text_field])
 
     def document_parts(self) -> Sequence[DataSource]:
         """Splits the dataset into ranges of 50,000 rows."""
@@ -52,30 +48,46 @@ class DatasetsSource:
             parts.append(part)
         return parts
 
-    def _opened(self, address: str) -> tuple[Path, Any]:
-        """Loads a split; returns its directory and the dataset."""
-        directory, split = Path(address).expanduser().absolute(), ""
-        if not directory.exists() and ":" in address:
-            folder, _, split = address.rpartition(":")
-            directory = Path(folder).expanduser().absolute()
-        try:
-            found = _datasets().load_from_disk(str(directory))
-        except (OSError, ValueError) as error:  # includes FileNotFoundError: missing, or not a dataset
-            raise DataError(
-                f"{str(directory)!r} is not a dataset on disk: {error}. Pass a directory from "
-                "Dataset.save_to_disk, with all of its files complete."
-            ) from error
-        if not isinstance(found, _datasets().DatasetDict):
-            if split:
-                raise DataError(f"{str(directory)!r} holds one dataset without splits. Remove ':{split}'.")
-            return directory, found
-        if split not in found:
-            known = ", ".join(found)
-            raise DataError(
-                f"{str(directory)!r} holds the splits {known}.{nearest(split, found)} Name one, as in "
-                f"'datasets:{directory}:{next(iter(found), 'train')}'."
-            )
-        return directory / split, found[split]
+
+def open_saved_dataset(address: str) -> tuple[Path, Any]:
+    """Loads a split; returns its directory and the dataset.
+
+    Args:
+      address: "DIRECTORY" or "DIRECTORY:SPLIT".
+
+    Raises:
+      DataError: the library datasets is not installed, or the directory or the split does not exist.
+    """
+    if not address:
+        raise DataError("Source 'datasets:' lacks its directory. Write 'datasets:DIRECTORY' or '...:SPLIT'.")
+    directory, split = Path(address).expanduser().absolute(), ""
+    if not directory.exists() and ":" in address:
+        folder, _, split = address.rpartition(":")
+        directory = Path(folder).expanduser().absolute()
+    try:
+        found = _datasets().load_from_disk(str(directory))
+    except (OSError, ValueError) as error:  # includes FileNotFoundError: missing, or not a dataset
+        raise DataError(
+            f"{str(directory)!r} is not a dataset on disk: {error}. Pass a directory from "
+            "Dataset.save_to_disk, with all of its files complete."
+        ) from error
+    if not isinstance(found, _datasets().DatasetDict):
+        if split:
+            raise DataError(f"{str(directory)!r} holds one dataset without splits. Remove ':{split}'.")
+        return directory, found
+    if split not in found:
+        known = ", ".join(found)
+        raise DataError(
+            f"{str(directory)!r} holds the splits {known}.{nearest(split, found)} Name one, as in "
+            f"'datasets:{directory}:{next(iter(found), 'train')}'."
+        )
+    return directory / split, found[split]
+
+
+def saved_files(directory: Path) -> list[tuple[str, Path]]:
+    """Returns the files of a dataset on disk, each with its name relative to the directory."""
+    files = sorted(path for path in directory.rglob("*") if path.suffix in {".arrow", ".json"})
+    return [(path.relative_to(directory).as_posix(), path) for path in files]
 
 
 def _datasets() -> Any:

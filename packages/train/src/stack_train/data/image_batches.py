@@ -204,10 +204,14 @@ class ImageBatches(Batches):
 
     def _batch(self, places: Int64[np.ndarray, " rows"], row_ids: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
         return {
-            **self._images.arrays(places),
+            **self._arrays(places, row_ids),
             "weights": np.ones(len(places), np.float32),
             "row_ids": row_ids,
         }
+
+    def _arrays(self, places: Int64[np.ndarray, " rows"], row_ids: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+        """Returns the images at some indices; random choices depend only on the seed and the row ids."""
+        return self._images.arrays(places)
 
 
 def as_pixels(images: np.ndarray | jax.Array) -> UInt8[np.ndarray, "images *frames height width channels"]:

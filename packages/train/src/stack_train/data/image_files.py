@@ -1,4 +1,4 @@
-"""Image files, cropped and scaled to one or several sizes and cached."""
+"""Images of a source, cropped and scaled to one or several sizes and cached."""
 
 import json
 import warnings
@@ -13,7 +13,8 @@ from jaxtyping import UInt8
 from stack_core.abi.errors import DataError
 from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.cache import cached, digest_of
-from stack_train.data.files import listing, stat_digest
+from stack_train.data.files import listing
+from stack_train.data.image_source import ImageSource
 from stack_train.diffusion.grid import pillow, turn_upright, upright_size
 
 __all__ = [
@@ -83,13 +84,13 @@ class ImageScaling:
 
 @dataclass(frozen=True)
 class FileImages:
-    """The images or videos read from files.
+    """The images or videos read from a source.
 
     Attributes:
       pixels: uint8 pixels of each image, memory-mapped.
-      names: path of each image.
-      unreadable: path of each file that could not be read as an image, with the reason.
-      originals: height and width of each image in its file, upright; None if they were not read.
+      names: name of each image in the source, such as its path.
+      unreadable: name of each file that could not be read as an image, with the reason.
+      originals: height and width of each image in its file, upright; None if unknown.
     """
 
     pixels: UInt8[np.ndarray, "images *frames height width channels"]
@@ -99,7 +100,7 @@ class FileImages:
 
 
 def read_images(
-    files: Sequence[Path],
+    images: ImageSource,
     *,
     size: ImageSize,
     channels: int,
@@ -107,12 +108,12 @@ def read_images(
     source: str,
     scaling: ImageScaling = ImageScaling(),
 ) -> FileImages:
-    """Reads image files into one memory-mapped array, scaled to one size.
+    """Reads images into one memory-mapped array, scaled to one size.
 
     Their EXIF orientation is applied. The array is stored in the user's cache.
 
     Args:
-      files: paths of the image files.
+      images: the images.
       size: height and width of the resulting images.
       channels: number of channels, from `IMAGE_CHANNELS`.
       unreadable: policy for files that cannot be read as images.
@@ -122,15 +123,15 @@ def read_images(
     Raises:
       DataError: Pillow is not installed, a file cannot be read, or no file is an image.
     """
-    images = _read(files, size, channels, scaling)
-    check_read(images.unreadable, len(images.names), unreadable, source, kind="image")
-    return images
+    read = _read(images, range(len(images.names)), size, channels, scaling)
+    check_read([*images.defects, *read.unreadable], len(read.names), unreadable, source, kind="image")
+    return read
 
 
 def read_bucketed_images(
-    files: Sequence[Path], *, sizes: Sequence[ImageSize], channels: int, unreadable: OnUnreadable, source: str
+    images: ImageSource, *, sizes: Sequence[ImageSize], channels: int, unreadable: OnUnreadable, source: str
 ) -> dict[ImageSize, FileImages]:
-    """Reads image files into one memory-mapped array for each size; an image has the size with the nearest ratio.
+    """Reads images into one memory-mapped array for each size; an image has the size with the nearest ratio.
 
     An image is scaled to cover its size, and the excess is cut off on both sides alike. `read_images` describes the
     other arguments and errors.
@@ -141,26 +142,26 @@ def read_bucketed_images(
     Returns:
       The images of each size that has some.
     """
-    originals, problems = _read_sizes(files)
+    originals, problems = _read_sizes(images)
     ratios = np.log([width / height for height, width in sizes])
-    files_of: dict[ImageSize, list[Path]] = {}
-    for path in files:
-        if (original := originals.get(str(path))) is not None:
+    places_of: dict[ImageSize, list[int]] = {}
+    for place, name in enumerate(images.names):
+        if (original := originals.get(name)) is not None:
             nearest = int(np.argmin(np.abs(ratios - np.log(original[1] / original[0]))))
-            files_of.setdefault(sizes[nearest], []).append(path)
-    found = {size: _read(files_of[size], size, channels) for size in sizes if size in files_of}
-    problems = [*problems, *(each for images in found.values() for each in images.unreadable)]
-    check_read(problems, sum(len(images.names) for images in found.values()), unreadable, source, kind="image")
+            places_of.setdefault(sizes[nearest], []).append(place)
+    found = {size: _read(images, places_of[size], size, channels) for size in sizes if size in places_of}
+    problems = [*images.defects, *problems, *(each for read in found.values() for each in read.unreadable)]
+    check_read(problems, sum(len(read.names) for read in found.values()), unreadable, source, kind="image")
     return {
-        size: replace(images, originals=[originals[name] for name in images.names])
-        for size, images in found.items()
-        if images.names
+        size: replace(read, originals=[originals[name] for name in read.names])
+        for size, read in found.items()
+        if read.names
     }
 
 
-def image_sizes(files: Sequence[Path]) -> Mapping[str, ImageSize]:
-    """Returns the upright size of each file that can be read as an image, by path; cached."""
-    return _read_sizes(files)[0]
+def image_sizes(images: ImageSource) -> Mapping[str, ImageSize]:
+    """Returns the upright size of each image that can be read, by name; cached."""
+    return _read_sizes(images)[0]
 
 
 def crop_offset(original: ImageSize, size: ImageSize) -> tuple[int, int]:
@@ -170,41 +171,49 @@ def crop_offset(original: ImageSize, size: ImageSize) -> tuple[int, int]:
     return top, left
 
 
-def _read_sizes(files: Sequence[Path]) -> tuple[Mapping[str, ImageSize], Sequence[str]]:
-    """Returns the upright size of each image by path, and the files that cannot be read; both from the cache."""
+def _read_sizes(images: ImageSource) -> tuple[Mapping[str, ImageSize], Sequence[str]]:
+    """Returns the upright size of each image by name, and the images that cannot be read; both from the cache."""
+    names = images.names
 
     def build(folder: Path) -> None:
         image, sizes, unreadable = pillow(), dict[str, ImageSize](), list[str]()
-        for path in files:
+        for place, name in enumerate(names):
             try:
-                with image.open(path) as opened:  # reads only the head of the file
-                    sizes[str(path)] = upright_size(opened)
+                with images.open(place) as file, image.open(file) as opened:  # reads only the head of a file
+                    sizes[name] = upright_size(opened)
             except decoder_errors() as error:
-                unreadable.append(f"{path}: {type(error).__name__}: {error}")
+                unreadable.append(f"{name}: {_reason(error)}")
         (folder / _FACTS).write_text(json.dumps({"sizes": sizes, "unreadable": unreadable}), encoding="utf-8")
 
-    digest = stat_digest(((str(path), path) for path in files), ["sizes", str(_FORMAT_OF_SIZES)])
+    digest = images.digest(range(len(names)), ["sizes", str(_FORMAT_OF_SIZES)])
     facts = json.loads((cached(user_cache_dir() / "images" / digest, build) / _FACTS).read_text(encoding="utf-8"))
     return {name: (height, width) for name, (height, width) in facts["sizes"].items()}, facts["unreadable"]
 
 
-def _read(files: Sequence[Path], size: ImageSize, channels: int, scaling: ImageScaling = ImageScaling()) -> FileImages:
+def _read(
+    images: ImageSource,
+    places: Sequence[int],
+    size: ImageSize,
+    channels: int,
+    scaling: ImageScaling = ImageScaling(),
+) -> FileImages:
     mode = mode_of(channels)
     # The default has the key of the folders that are cached already.
     others = () if scaling == ImageScaling() else (scaling.resample, scaling.crop)
     settings = digest_of(_FORMAT, size[0] if size[0] == size[1] else size, mode, *others)
-    entry = user_cache_dir() / "images" / stat_digest(((str(path), path) for path in files), [settings])
-    return cached_pixels(entry, _decoded(files, size, mode, scaling), shape=(len(files), *size, channels))
+    entry = user_cache_dir() / "images" / images.digest(places, [settings])
+    return cached_pixels(entry, _decoded(images, places, size, mode, scaling), shape=(len(places), *size, channels))
 
 
 def cached_pixels(
-    entry: Path, decoded: Iterable[tuple[Path, np.ndarray | str]], *, shape: tuple[int, ...]
+    entry: Path, decoded: Iterable[tuple[str, np.ndarray | str]], *, shape: tuple[int, ...]
 ) -> FileImages:
     """Decodes files into one array in the cache, unless it is there already, and maps the array into memory.
 
     Args:
       entry: folder of the array in the cache.
-      decoded: each file with its pixels, or with the reason why it cannot be read; not iterated if the entry exists.
+      decoded: name of each file with its pixels, or with the reason why it cannot be read; not iterated if the entry
+        exists.
       shape: shape of the array if all files can be read.
     """
 
@@ -213,12 +222,12 @@ def cached_pixels(
         unreadable: list[str] = []
         # Room for all files; rows of unreadable ones remain unused at the end and are cut off when the array is opened.
         pixels = np.lib.format.open_memmap(folder / _PIXELS, mode="w+", dtype=np.uint8, shape=shape)
-        for path, found in decoded:
+        for name, found in decoded:
             if isinstance(found, str):
-                unreadable.append(f"{path}: {found}")
+                unreadable.append(f"{name}: {found}")
             else:
                 pixels[len(names)] = found.reshape(shape[1:])
-                names.append(str(path))
+                names.append(name)
         pixels.flush()
         (folder / _FACTS).write_text(json.dumps({"names": names, "unreadable": unreadable}), encoding="utf-8")
 
@@ -229,17 +238,25 @@ def cached_pixels(
 
 
 def _decoded(
-    files: Sequence[Path], size: ImageSize, mode: str, scaling: ImageScaling
-) -> Iterator[tuple[Path, np.ndarray | str]]:
-    """Yields each file with its pixels, or with the reason why it cannot be read."""
-    image = pillow()
-    for path in files:
+    images: ImageSource, places: Sequence[int], size: ImageSize, mode: str, scaling: ImageScaling
+) -> Iterator[tuple[str, np.ndarray | str]]:
+    """Yields the name of each image with its pixels, or with the reason why it cannot be read."""
+    image, names = pillow(), images.names
+    for place in places:
         try:
-            with image.open(path) as opened:
+            with images.open(place) as file, image.open(file) as opened:
                 # Converted first, because colors of a palette cannot be averaged by index.
-                yield path, np.asarray(scaling(turn_upright(opened).convert(mode), size))
+                found = np.asarray(scaling(turn_upright(opened).convert(mode), size))
         except decoder_errors() as error:
-            yield path, f"{type(error).__name__}: {error}"
+            yield names[place], _reason(error)
+        else:
+            yield names[place], found
+
+
+def _reason(error: Exception) -> str:
+    # Pillow's message contains the opened file rather than a name.
+    is_unknown = type(error).__name__ == "UnidentifiedImageError"
+    return f"{type(error).__name__}: {'not a format that Pillow reads' if is_unknown else error}"
 
 
 def _centre(original: tuple[int, int], size: ImageSize) -> tuple[int, int, int, int]:

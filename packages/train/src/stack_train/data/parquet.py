@@ -10,7 +10,7 @@ from stack_core.abi.installing import install_command
 from stack_train.data.fields import check_field, text_of
 from stack_train.data.file_source import FileSource, damaged
 
-__all__ = ["ParquetSource"]
+__all__ = ["ParquetSource", "pyarrow_parquet"]
 
 _ROWS_AT_ONCE = 1024
 
@@ -25,11 +25,11 @@ class ParquetSource(FileSource):
 
     def __init__(self, address: str = "", *, text_field: str = "text") -> None:
         super().__init__(address, text_field)
-        _pyarrow_parquet()
+        pyarrow_parquet()
 
     def documents_of(self, path: Path) -> Iterator[Document]:
         try:
-            with _pyarrow_parquet().ParquetFile(path) as file:
+            with pyarrow_parquet().ParquetFile(path) as file:
                 yield from self._rows(str(path), file)
         except (OSError, ValueError) as error:  # pyarrow's errors for malformed files
             raise damaged(path, "Parquet", error) from error
@@ -45,7 +45,12 @@ class ParquetSource(FileSource):
                 yield Document(name, text_of(name, value, text_field))
 
 
-def _pyarrow_parquet() -> Any:
+def pyarrow_parquet() -> Any:
+    """Imports and returns `pyarrow.parquet`.
+
+    Raises:
+      DataError: pyarrow is not installed.
+    """
     try:
         from pyarrow import parquet
     except ImportError as error:

@@ -13,7 +13,7 @@ from stack_train.data.fields import check_field, text_of
 from stack_train.data.file_source import FileSource, damaged
 from stack_train.data.files import undecodable, unreadable
 
-__all__ = ["TarSource"]
+__all__ = ["TarSource", "check_end"]
 
 
 class TarSource(FileSource):
@@ -44,7 +44,7 @@ class TarSource(FileSource):
                     elif member.isfile():
                         other.add(extension)
                     setattr(archive, "members", [])  # noqa: B010  it would keep the header of every member
-                _check_end(archive)
+                check_end(archive)
         except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise damaged(path, "a tar archive", error) from error
         except OSError as error:
@@ -72,7 +72,7 @@ def _contents(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return file.read()
 
 
-def _check_end(archive: tarfile.TarFile) -> None:
+def check_end(archive: tarfile.TarFile) -> None:
     """Checks that an archive ends with a block of zeros: `tarfile` accepts one cut between two members."""
     assert archive.fileobj is not None
     archive.fileobj.seek(archive.offset)

@@ -80,7 +80,7 @@ def read_videos(
     files = [each for path in videos for each in (_numbered(path) if path.is_dir() else [path])]
     digest = stat_digest(((str(path), path) for path in files), [digest_of(_FORMAT, size, frames, channels)])
     entry = user_cache_dir() / "videos" / digest_of(digest, [str(path) for path in videos])
-    decoded = ((path, _frames_of(path, size, frames, mode_of(channels))) for path in videos)
+    decoded = ((str(path), _frames_of(path, size, frames, mode_of(channels))) for path in videos)
     read = cached_pixels(entry, decoded, shape=(len(videos), frames, size, size, channels))
     check_read(read.unreadable, len(read.names), unreadable, source, kind="video")
     return read

@@ -4,6 +4,7 @@ from PIL import ExifTags, Image
 
 from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.image_files import read_images
+from stack_train.data.image_source import ImageFiles
 from stack_train.data.kinds.images import ImagesData
 from stack_train.diffusion.dit import DitConfig
 from stack_train.models.llama import LlamaConfig
@@ -92,6 +93,6 @@ def test_files_are_turned_upright(orientation, tmp_path, monkeypatch):
     exif[ExifTags.Base.Orientation] = orientation
     Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
     options = {"channels": 3, "unreadable": "error", "source": "photos"}
-    found = read_images([tmp_path / "photo.png"], size=(6, 6), **options).pixels[0]
+    found = read_images(ImageFiles([tmp_path / "photo.png"]), size=(6, 6), **options).pixels[0]
     upright = {1: pixels, 5: pixels.transpose(1, 0, 2), 6: np.rot90(pixels, -1)}
     np.testing.assert_array_equal(found, upright[orientation])

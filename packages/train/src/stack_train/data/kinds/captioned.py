@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -16,10 +17,10 @@ from stack_core.abi.config import config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.buckets import BucketsConfig, bucket_sizes, check_buckets
-from stack_train.data.captions import captions_of
+from stack_train.data.captions import CaptionRows, Captions
 from stack_train.data.control_images import ControlsConfig, read_controls
 from stack_train.data.encoded_images import TEXT_CONDITIONS, EncodedImages, Latents, encode_images, encode_texts
-from stack_train.data.files import expand_glob, stat_digest
+from stack_train.data.files import stat_digest
 from stack_train.data.image_batches import ImageBatches, ImageSettings
 from stack_train.data.image_files import (
     FileImages,
@@ -29,6 +30,8 @@ from stack_train.data.image_files import (
     read_bucketed_images,
     read_images,
 )
+from stack_train.data.image_settings import SourceSettings, open_image_source
+from stack_train.data.image_source import ImageSource
 from stack_train.diffusion.denoiser import LimitsSize, VideosConfig
 from stack_train.diffusion.ltx import TEXT_LENGTHS
 from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoders
@@ -71,12 +74,15 @@ def drops_to_empty_prompt(model: Any) -> bool:
 
 
 @config
-class CaptionedData(ImageSettings):
-    """Captioned image files for text-to-image models; needs stack-train[images].
+class CaptionedData(SourceSettings):
+    """Captioned images for text-to-image models; needs stack-train[images].
 
-    The caption of `cat.png` is in the text file `cat.txt`, or in the folder's `metadata.jsonl`. Images are encoded by
-    the autoencoder of a diffusers directory, and captions by its text encoders. Both are encoded once and then
-    memory-mapped from the user's cache, so steps do not run the encoders.
+    The caption of the file `cat.png` is in the text file `cat.txt`, or in the folder's `metadata.jsonl`. Images are
+    encoded by the autoencoder of a diffusers directory, and captions by its text encoders. Both are encoded once and
+    then memory-mapped from the user's cache, so steps do not run the encoders.
+
+    An image can have a list of captions, with weights or equally likely. The seed and the number of a row choose its
+    caption.
 
     A batch contains "images", the scaled latents; "text", the text condition; "weights"; and, depending on the
     denoiser, "pooled"; "sizes", the original size, crop and target size; and "negative_text" and "negative_pooled", the
@@ -87,10 +93,14 @@ class CaptionedData(ImageSettings):
     epoch, the fewer than `batch_size` images of each bucket that do not fill a batch are omitted.
 
     Attributes:
-      source: glob of image files; `**` matches any number of folders.
       pipeline: diffusers directory with vae, text_encoder and text_encoder_2; a denoiser in it is not read.
       name: selects this kind of data.
-      unreadable: policy for files that are not readable images: "error", or "skip", which lists the files in a warning.
+      caption_field: column of the captions, by default "text"; of `tar:`, their file extension, by default "txt", or
+        "json.KEY" for a key of `.json` members.
+      weights_field: column of the weights of lists of captions, by default "weights" if there is one; of `tar:`, a key
+        of the `.json` members.
+      unreadable: policy for files that are not readable images, and for images of a dataset without a caption: "error",
+        or "skip", which lists the files in a warning.
       encoded_at_once: batch size of the encoders, in images or captions.
       buckets: sizes of images of several ratios; None for squares.
       latents: "mean" trains on the means of the latents, "sample" on a new sample of their distribution in each epoch,
@@ -98,9 +108,10 @@ class CaptionedData(ImageSettings):
       controls: control images for training a ControlNet (section `controlnet`); batches then contain "control".
     """
 
-    source: str
     pipeline: str
     name: Literal["captioned"] = "captioned"
+    caption_field: str | None = None
+    weights_field: str | None = None
     unreadable: OnUnreadable = "error"
     encoded_at_once: PositiveInt = 16
     buckets: BucketsConfig | None = None
@@ -126,8 +137,14 @@ class CaptionedData(ImageSettings):
                 f"Data of kind captioned is for denoisers with text conditions, not for family {model.name!r}; use "
                 "flux, sd3 or unet. An autoencoder trains on kind images."
             )
+        self.check_source()
         if self.controls is not None and model.name != "unet":
             raise ConfigError(f"data.controls are for ControlNets of family unet, not {model.name!r}. Leave them out.")
+        if self.controls is not None and self.scheme is not None:
+            raise ConfigError(
+                f"data.controls are files with the paths of the images, and data.source={self.source!r} has no files "
+                "of images. Unpack them into a folder."
+            )
 
     def build(self, *, seed: int, model: Any) -> "CaptionedBatches":
         """Reads and encodes the images and captions that are not in the cache.
@@ -138,9 +155,11 @@ class CaptionedData(ImageSettings):
           ConversionError: `pipeline` lacks an encoder, or an encoder does not fit the model.
           ConfigError: the sizes of `buckets` do not fit the autoencoder or the model.
         """
+        images = open_image_source(self, needs="caption")
         return encoded_batches(
             self,
-            self._read_files,
+            partial(self._read_images, images),
+            images.captions,
             seed=seed,
             model=model,
             latents=self.latents,
@@ -148,19 +167,18 @@ class CaptionedData(ImageSettings):
             controls=self.controls,
         )
 
-    def _read_files(self, encoders: Encoders, model: Any) -> dict[ImageSize, FileImages]:
+    def _read_images(self, images: ImageSource, encoders: Encoders, model: Any) -> dict[ImageSize, FileImages]:
         """Reads the images of each bucket, or squares without buckets."""
         config = encoders.autoencoder.config
         side = model.image_size * config.downsampling
         options: Any = {"channels": config.channels, "unreadable": self.unreadable, "source": self.source}
-        files = expand_glob(self.source, self.name)
         if self.buckets is None:
-            return {(side, side): read_images(files, size=(side, side), **options)}
+            return {(side, side): read_images(images, size=(side, side), **options)}
         sizes = bucket_sizes(self.buckets, side=side, factor=config.downsampling * getattr(model, "patch", 1))
         if isinstance(model, LimitsSize):
             for height, width in sizes:
                 model.check_size(height // config.downsampling, width // config.downsampling)
-        return read_bucketed_images(files, sizes=sizes, **options)
+        return read_bucketed_images(images, sizes=sizes, **options)
 
 
 def encoded_spec(settings: ImageSettings, model: Any) -> Shapes:
@@ -191,6 +209,7 @@ def encoded_spec(settings: ImageSettings, model: Any) -> Shapes:
 def encoded_batches(
     settings: Any,
     read_files: Callable[[Encoders, Any], Mapping[ImageSize, FileImages]],
+    captions_of: Callable[[Sequence[str]], Sequence[Captions]],
     *,
     seed: int,
     model: Any,
@@ -203,6 +222,7 @@ def encoded_batches(
     Args:
       settings: section `data`, an `ImageSettings` with `source`, `encoders` and `encoded_at_once`.
       read_files: reads the pixels of each size, given the encoders and the model.
+      captions_of: returns the captions of each image or video, given their names.
       latents, buckets, controls: see `CaptionedData`.
     """
     directory, at_once = Path((settings.encoders or "").removeprefix("hf:")).expanduser(), settings.encoded_at_once
@@ -213,7 +233,7 @@ def encoded_batches(
     sizes = list(read)
     names = [name for each in read.values() for name in each.names]
     encoded, identity = encode_captioned(
-        encoders, read, captions_of(names, noun=settings.work()[0]), model=model, at_once=at_once, latents=latents
+        encoders, read, captions_of(names), model=model, at_once=at_once, latents=latents
     )
     if controls is not None:
         encoded = replace(encoded, controls=read_controls(read, source=settings.source, folder=controls.folder))
@@ -237,7 +257,7 @@ def encoded_batches(
 def encode_captioned(
     encoders: Encoders,
     read: Mapping[ImageSize, FileImages],
-    captions: Sequence[str],
+    captions: Sequence[Captions],
     *,
     model: Any,
     at_once: int,
@@ -246,7 +266,7 @@ def encode_captioned(
     """Encodes the images of each size and their captions for a denoiser; returns them and the encoders' identity.
 
     Args:
-      captions: caption of each image.
+      captions: captions of each image.
       model: config of the denoiser.
       at_once: batch size of the encoders.
     """
@@ -255,20 +275,19 @@ def encode_captioned(
     identity = EncoderIdentity.of(encoders, model.text_tokens)
     # First the latents, whose scale is checked: encoding the captions can take much longer.
     encoded_latents, keys = encode_images(encoders, [each.pixels for each in images], latents, at_once)
-    distinct = sorted(set(captions))
-    rows = {caption: row for row, caption in enumerate(distinct)}
+    rows = CaptionRows.index(captions)
     text_sizes = text_size_settings(encoders, model.text_tokens)
     counts = [len(each.names) for each in images]
     encoded = EncodedImages(
         latents=encoded_latents,
         bucket_of=np.repeat(np.arange(len(counts)), counts).astype(np.int64),
         row_of=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
-        texts=encode_texts(encoders, distinct, text_sizes, at_once),
-        caption_of=np.array([rows[caption] for caption in captions], np.int64),
+        texts=encode_texts(encoders, rows.texts, text_sizes, at_once),
+        captions=rows,
         empty=encode_texts(encoders, [""], text_sizes, at_once) if drops_to_empty_prompt(model) else None,
         sizes=_size_conditions(read) if getattr(model, "size_features", 0) else None,
         keys=keys,
-        names=[f"{name}: {caption!r}" for name, caption in zip(names, captions, strict=True)],
+        names=[f"{name}: {each}" for name, each in zip(names, captions, strict=True)],
         encoders=vars(identity),
         dtype=jnp.dtype(model.dtype),
     )
@@ -388,7 +407,7 @@ class CaptionedBatches(ImageBatches):
         batch_shapes: Sequence[Shapes],
     ) -> None:
         super().__init__(settings, images, seed=seed, bucket_of=None if buckets is None else images.bucket_of)
-        self._identity, self.batch_shapes = identity, batch_shapes
+        self._identity, self.batch_shapes, self._encoded = identity, batch_shapes, images
         self._fingerprint |= {"data.latents": latents}
         if buckets is not None:
             check_buckets(sizes, images.bucket_of[self.training], settings.batch_size, buckets)
@@ -396,6 +415,9 @@ class CaptionedBatches(ImageBatches):
 
     def write(self, directory: Path) -> None:
         self._identity.write(directory)
+
+    def _arrays(self, places: Int64[np.ndarray, " rows"], row_ids: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+        return self._encoded.arrays(places, self._encoded.captions.choose(places, row_ids, self._seed))
 
     def _batch(self, places: Int64[np.ndarray, " rows"], row_ids: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
         batch = super()._batch(places, row_ids)

@@ -14,9 +14,11 @@ from stack_core.abi.config import changed_fields, config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.cache import digest_of
+from stack_train.data.captions import Captions
 from stack_train.data.files import expand_glob, listing
 from stack_train.data.image_batches import ImageBatches, ImageRows, ImageSettings, LabelledImages, check_images
 from stack_train.data.image_files import IMAGE_CHANNELS, FileImages, image_sizes, read_images
+from stack_train.data.image_source import ImageFiles
 from stack_train.data.jsonl import jsonl_records
 from stack_train.data.kinds.captioned import EncoderIdentity, TextConditioned, encode_captioned, encoded_spec
 from stack_train.diffusion.denoiser import ImagesConfig, VideosConfig
@@ -103,7 +105,7 @@ class ImagePairsData(ImageSettings):
             twice = None if labels is None else np.array([*labels, *labels], np.int32)
             images: ImageRows = LabelledImages(read.pixels, twice, read.names)
         else:
-            captions = [_caption(name, record) for name, record in records]
+            captions = [Captions.parse(name, _caption(name, record)) for name, record in records]
             directory = Path(self.pipeline.removeprefix("hf:")).expanduser()
             encoders = open_encoders(directory, text_tokens=model.text_tokens, text_dim=model.text_dim)
             encoders.check(model)
@@ -118,7 +120,8 @@ class ImagePairsData(ImageSettings):
 
     def _read(self, files: Sequence[Path], side: int, channels: int) -> FileImages:
         """Reads square images; all files must be readable, because the places of the images are the pairs'."""
-        return read_images(files, size=(side, side), channels=channels, unreadable="error", source=self.source)
+        settings: Any = {"channels": channels, "unreadable": "error", "source": self.source}
+        return read_images(ImageFiles(files), size=(side, side), **settings)
 
 
 def _file(name: str, record: Mapping[str, Any], field: str) -> Path:
@@ -147,7 +150,7 @@ def _label(name: str, record: Mapping[str, Any], classes: int) -> int:
 
 def _check_sizes(records: Sequence[tuple[str, Any]], files: Sequence[Path]) -> None:
     """Raises a DataError if the two images of a pair have different sizes; crops would differ in content."""
-    sizes, count = image_sizes(files), len(records)
+    sizes, count = image_sizes(ImageFiles(files)), len(records)
     wrong = []
     for place, (name, _) in enumerate(records):
         # `read_images` reports files without a size.

@@ -1,4 +1,4 @@
-"""`data.name: image_texts`: captioned image files for image-text models."""
+"""`data.name: image_texts`: captioned images for image-text models."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from stack_core.abi.data import Batch, Shapes
 from stack_core.abi.errors import ConfigError, DataError
 from stack_train.contrastive.dual_encoder import DualEncoderConfig
 from stack_train.data.cache import digest_of
-from stack_train.data.captions import captions_of
+from stack_train.data.captions import CaptionRows, Captions
 from stack_train.data.examples import TooLong
-from stack_train.data.files import expand_glob
-from stack_train.data.image_batches import ImageBatches, ImageSettings
-from stack_train.data.image_files import IMAGE_CHANNELS, OnUnreadable, read_images
+from stack_train.data.image_batches import ImageBatches
+from stack_train.data.image_files import IMAGE_CHANNELS, FileImages, OnUnreadable, read_images
+from stack_train.data.image_settings import SourceSettings, open_image_source
 from stack_train.data.kinds.chat import load_tokenizer
 from stack_train.data.rows import filled
 from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
@@ -28,27 +28,29 @@ __all__ = ["ImageTextsData", "TextRows"]
 
 
 @config
-class ImageTextsData(ImageSettings):
-    """Captioned image files for image-text models such as CLIP and SigLIP; needs stack-train[images].
+class ImageTextsData(SourceSettings):
+    """Captioned images for image-text models such as CLIP and SigLIP; needs stack-train[images].
 
-    The caption of `cat.png` is in the text file `cat.txt`, or in the folder's `metadata.jsonl`. Images are scaled to
-    the model's size as its publisher does and memory-mapped from the user's cache.
+    Images and captions are read, and one of several captions chosen, as in data of kind `captioned`. Images are scaled
+    to the model's size as its publisher does and memory-mapped from the user's cache.
 
     A batch contains "pixels", uint8[batch, height, width, channels]; "tokens", int32[batch, max_positions], padded
     texts; "weights", 1 for rows that count; and "present", 1 for all pairs. The last validation batch is filled with
     pairs of other batches and weight 0: all held-out texts compete with equally many others.
 
     Attributes:
-      source: glob of image files; `**` matches any number of folders.
       name: selects this kind of data.
+      caption_field, weights_field: see `CaptionedData`.
       tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
       too_long: policy for captions too long for the text tower: "error", "drop", or "cut", which keeps the
         beginning and the last special token.
-      unreadable: policy for files that are not readable images: "error", or "skip", which lists the files in a warning.
+      unreadable: policy for files that are not readable images, and for images of a dataset without a caption: "error",
+        or "skip", which lists the files in a warning.
     """
 
-    source: str
     name: Literal["image_texts"] = "image_texts"
+    caption_field: str | None = None
+    weights_field: str | None = None
     tokenizer: str | None = None
     too_long: TooLong = "error"
     unreadable: OnUnreadable = "error"
@@ -71,6 +73,7 @@ class ImageTextsData(ImageSettings):
                 f"Data of kind image_texts is for image-text models, not for family {model.name!r}; use siglip or "
                 "clip. Captions for text-to-image models are data of kind captioned."
             )
+        self.check_source()
         if self.batch_size < 2:
             raise ConfigError(
                 "data.batch_size is 1, and each image is compared with the other texts of its batch. Set it to 2 or "
@@ -90,19 +93,17 @@ class ImageTextsData(ImageSettings):
         """
         tokenizer = load_tokenizer(self.tokenizer, self.name, None)
         rows = TextRows.of(tokenizer, model)
-        files = expand_glob(self.source, self.name)
+        source = open_image_source(self, needs="caption")
         images = read_images(
-            files,
+            source,
             size=(model.vision.image_size, model.vision.image_size),
             channels=model.vision.channels,
             unreadable=self.unreadable,
             source=self.source,
             scaling=model.scaling,
         )
-        captions = captions_of(images.names)
-        places, tokens = rows.fitting(images.names, captions, self.too_long)
-        names = [f"{images.names[place]}: {captions[place]!r}" for place in places.tolist()]
-        return ImageTextBatches(self, _Pairs(images.pixels, places, tokens, names), tokenizer, seed=seed)
+        pairs = _pairs(rows, images, source.captions(images.names), self.too_long)
+        return ImageTextBatches(self, pairs, tokenizer, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -184,23 +185,30 @@ class TextRows:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Pairs of an image and a text; see `ImageRows`.
+    """Pairs of an image and its texts; see `ImageRows`.
 
     Attributes:
       pixels: uint8 pixels of all images.
       places: index of each pair's image.
-      tokens: tokens of each pair's text.
+      captions: texts of each pair.
+      tokens: tokens of each distinct text.
       names: readable name of each pair.
     """
 
     pixels: UInt8[np.ndarray, "images height width channels"]
     places: Int64[np.ndarray, " pairs"]
-    tokens: Int32[np.ndarray, "pairs tokens"]
+    captions: CaptionRows
+    tokens: Int32[np.ndarray, "texts tokens"]
     names: Sequence[str]
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        return {"the pairs (digest)": digest_of(self._digests.tolist(), self.tokens.tobytes().hex())}
+        first, captions = self.captions.first(np.arange(len(self.places))), self.captions
+        found = {"the pairs (digest)": digest_of(self._digests.tolist(), self.tokens[first].tobytes().hex())}
+        if len(captions.rows) > len(self.places):
+            choices = captions.starts.tolist(), captions.rows.tolist(), captions.upper.tolist()
+            found["the captions (digest)"] = digest_of(*choices, self.tokens.tobytes().hex())
+        return found
 
     def digests(self) -> UInt64[np.ndarray, " pairs"]:
         return self._digests
@@ -210,9 +218,26 @@ class _Pairs:
         found = [digest_of(self.pixels[place].tobytes().hex())[:16] for place in self.places]
         return np.array([int(each, 16) for each in found], np.uint64)
 
-    def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+    def arrays(
+        self, places: Int64[np.ndarray, " rows"], captions: Int64[np.ndarray, " rows"] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns the images at some indices with their texts, by default the first text of each."""
+        tokens = self.tokens[self.captions.first(places) if captions is None else captions]
         present = np.ones(len(places), np.float32)
-        return {"pixels": self.pixels[self.places[places]], "tokens": self.tokens[places], "present": present}
+        return {"pixels": self.pixels[self.places[places]], "tokens": tokens, "present": present}
+
+
+def _pairs(rows: TextRows, images: FileImages, captions: Sequence[Captions], too_long: TooLong) -> _Pairs:
+    """Tokenizes captions. With `too_long` "drop", long captions are omitted, and images without others."""
+    named = [(name, text) for name, each in zip(images.names, captions, strict=True) for text in each.texts]
+    kept, tokens = rows.fitting([name for name, _ in named], [text for _, text in named], too_long)
+    tokens_of = {named[entry][1]: row for entry, row in zip(kept.tolist(), tokens, strict=True)}
+    fitting = [each.subset(tokens_of) for each in captions]
+    places = [place for place, each in enumerate(fitting) if each.texts]
+    found = CaptionRows.index([fitting[place] for place in places])
+    names = [f"{images.names[place]}: {fitting[place]}" for place in places]
+    tokens = np.stack([tokens_of[text] for text in found.texts])
+    return _Pairs(images.pixels, np.array(places, np.int64), found, tokens, names)
 
 
 class ImageTextBatches(ImageBatches):
@@ -220,7 +245,7 @@ class ImageTextBatches(ImageBatches):
 
     def __init__(self, settings: ImageTextsData, pairs: _Pairs, tokenizer: HuggingFaceTokenizer, *, seed: int) -> None:
         super().__init__(settings, pairs, seed=seed)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._pairs = tokenizer, pairs
         if len(self.training) < settings.batch_size:
             raise DataError(
                 f"The training split has {len(self.training)} pairs, fewer than data.batch_size="
@@ -238,6 +263,9 @@ class ImageTextBatches(ImageBatches):
             batch = self._batch(self.validation[rows], -1 - rows)
             batch["weights"][own:] = 0.0
             yield {name: filled(values, size, name) for name, values in batch.items()}
+
+    def _arrays(self, places: Int64[np.ndarray, " rows"], row_ids: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+        return self._pairs.arrays(places, self._pairs.captions.choose(places, row_ids, self._seed))
 
     def write(self, directory: Path) -> None:
         """Writes the tokenizer into the run's directory."""

@@ -1,16 +1,17 @@
-"""`data.name: images`: image files, labelled by folder."""
+"""`data.name: images`: images, labelled by folder or by a field."""
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Int32
 
 from stack_core.abi.config import config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError
-from stack_train.data.files import expand_glob
-from stack_train.data.image_batches import ImageBatches, ImageSettings, LabelledImages, check_images
+from stack_train.data.image_batches import ImageBatches, LabelledImages, check_images
 from stack_train.data.image_files import IMAGE_CHANNELS, OnUnreadable, read_images
+from stack_train.data.image_settings import SourceSettings, open_image_source
 
 __all__ = ["ImagesData"]
 
@@ -18,21 +19,23 @@ _NAMED = 10
 
 
 @config
-class ImagesData(ImageSettings):
-    """Image files of any format that Pillow reads; needs stack-train[images].
+class ImagesData(SourceSettings):
+    """Images of any format that Pillow reads; needs stack-train[images].
 
     Images are cropped to their centre square, scaled to the model's `image_size` and converted to RGB or grey according
-    to its `channels`. The results are memory-mapped from the user's cache. For a model with classes, an image's label
-    is the index of its folder in the sorted folder names.
+    to its `channels`. The results are memory-mapped from the user's cache. For a model with classes, a file's label is
+    the index of its folder in the sorted folder names. Datasets have the number of the class, or its name.
 
     Attributes:
-      source: glob of image files; `**` matches any number of folders.
       name: selects this kind of data.
-      unreadable: policy for files that are not readable images: "error", or "skip", which lists the files in a warning.
+      label_field: column of the classes, by default "label"; of `tar:`, their file extension, by default "cls", or
+        "json.KEY" for a key of `.json` members.
+      unreadable: policy for files that are not readable images, and for images of a dataset without a class: "error",
+        or "skip", which lists the files in a warning.
     """
 
-    source: str
     name: Literal["images"] = "images"
+    label_field: str | None = None
     unreadable: OnUnreadable = "error"
 
     def spec(self, model: Any) -> Shapes:
@@ -40,6 +43,11 @@ class ImagesData(ImageSettings):
 
     def check(self, model: Any) -> None:
         check_images(model, size=None, channels=IMAGE_CHANNELS, classes=0, label="kind images")
+        self.check_source()
+        if self.label_field is not None and not model.classes:
+            raise ConfigError(
+                f"model.classes is 0, so data.label_field={self.label_field!r} would have no effect. Leave it out."
+            )
 
     def build(self, *, seed: int, model: Any) -> ImageBatches:
         """Reads the images, or maps them from the cache.
@@ -48,19 +56,37 @@ class ImagesData(ImageSettings):
           DataError: Pillow is not installed, a file cannot be read, or no file is an image.
           ConfigError: there are more folders than the model has classes.
         """
+        source = open_image_source(self, needs="label" if model.classes else None)
         images = read_images(
-            expand_glob(self.source, self.name),
+            source,
             size=(model.image_size, model.image_size),
             channels=model.channels,
             unreadable=self.unreadable,
             source=self.source,
         )
-        folders = sorted({Path(name).parent.name for name in images.names})
-        if model.classes and len(folders) > model.classes:
-            raise ConfigError(
-                f"The images lie in {len(folders)} folders, {', '.join(folders[:_NAMED])}, and model.classes is "
-                f"{model.classes}. Raise it, or set it to 0 to learn without labels."
-            )
-        labels = np.array([folders.index(Path(name).parent.name) for name in images.names], np.int32)
-        held = LabelledImages(images.pixels, labels if model.classes else None, images.names)
-        return ImageBatches(self, held, seed=seed)
+        labels = None
+        if model.classes:
+            noun = "folders" if self.scheme is None else "classes"
+            labels = _numbers(source.labels(images.names), model.classes, noun)
+        return ImageBatches(self, LabelledImages(images.pixels, labels, images.names), seed=seed)
+
+
+def _numbers(labels: Sequence[str] | Sequence[int], classes: int, noun: str) -> Int32[np.ndarray, " images"]:
+    """Returns labels as numbers; a name becomes its index among the sorted names.
+
+    Raises:
+      ConfigError: there are more names, or larger numbers, than the model has classes.
+    """
+    names = sorted({label for label in labels if isinstance(label, str)})
+    if len(names) > classes:
+        raise ConfigError(
+            f"The images have {len(names)} {noun}, {', '.join(names[:_NAMED])}, and model.classes is {classes}. Raise "
+            "it, or set it to 0 to learn without labels."
+        )
+    numbers = [names.index(label) if isinstance(label, str) else label for label in labels]
+    if outside := sorted({number for number in numbers if not 0 <= number < classes}):
+        raise ConfigError(
+            f"The images have the classes {', '.join(map(str, outside[:_NAMED]))}, and model.classes is {classes}. "
+            "Classes are numbered from 0. Raise it, or set it to 0 to learn without labels."
+        )
+    return np.array(numbers, np.int32)

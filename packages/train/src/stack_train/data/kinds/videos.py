@@ -1,5 +1,6 @@
 """`data.name: videos`: captioned videos, encoded into latents and text conditions, or pixels for an autoencoder."""
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -9,6 +10,7 @@ from pydantic import PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.data import Batches, Shapes
 from stack_core.abi.errors import ConfigError
+from stack_train.data.captions import captions_of
 from stack_train.data.image_batches import ImageBatches, ImageSettings, LabelledImages
 from stack_train.data.image_files import IMAGE_CHANNELS, FileImages, ImageSize, OnUnreadable
 from stack_train.data.kinds.captioned import TextConditioned, encoded_batches, encoded_spec
@@ -89,7 +91,7 @@ class VideosData(ImageSettings):
                 frames = (model.frames - 1) * autoencoder.frames_per_latent + 1
                 return {(side, side): self._read(size=side, frames=frames, channels=autoencoder.channels)}
 
-            return encoded_batches(self, read, seed=seed, model=model)
+            return encoded_batches(self, read, partial(captions_of, noun="videos"), seed=seed, model=model)
         videos = self._read(size=model.image_size, frames=model.frames, channels=model.channels)
         return ImageBatches(self, LabelledImages(videos.pixels, None, videos.names), seed=seed)
 

@@ -1,8 +1,8 @@
 """Conversion of weights between run directories and other model formats."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from stack_core.abi.errors import ConversionError, nearest
 from stack_core.abi.formats import (
@@ -14,12 +14,24 @@ from stack_core.abi.formats import (
     IgnoresKeys,
     ImportsAdapters,
     ImportsRuns,
+    ModelFormat,
     Progress,
 )
 from stack_core.abi.local_paths import local_address
 from stack_core.abi.plugins import registries
 
-__all__ = ["convert", "format_of"]
+__all__ = ["ReplacesDenoisers", "convert", "format_of"]
+
+
+@runtime_checkable
+class ReplacesDenoisers(ModelFormat, Protocol):
+    """A format of image models, whose `import_run` also takes `denoiser`, an address of weights in another format.
+
+    Attributes:
+      denoiser_formats: formats of these weights.
+    """
+
+    denoiser_formats: Collection[str]
 
 
 def convert(source: str, destination: str, *, progress: Progress | None = None, **options: Any) -> Conversion:
@@ -29,7 +41,8 @@ def convert(source: str, destination: str, *, progress: Progress | None = None, 
       source: address of the weights to read.
       destination: address to write, which must not exist.
       progress: callback with the path of each converted parameter, the bytes done and the total bytes.
-      options: options of formats: `base`, `base_model`, `ignore`, `stored` and `importance`, as in `stack convert`.
+      options: options of formats: `base`, `base_model`, `ignore`, `denoiser`, `stored` and `importance`, as in
+        `stack convert`.
 
     Raises:
       ConversionError: an address names an unknown format, or an option does not apply.
@@ -75,6 +88,7 @@ def _check_options(options: Mapping[str, Any], source: str, from_format: Any, de
     uses = {
         "base": (from_format, ImportsAdapters, f"applies to adapters, but {source!r} is not an adapter"),
         "ignore": (from_format, IgnoresKeys, f"ignores keys of a config.json, but {source!r} does not have one"),
+        "denoiser": (from_format, ReplacesDenoisers, f"replaces a denoiser, but {source!r} does not have one"),
         "base_model": (to_format, ExportsAdapters, f"applies to written adapters, but {destination!r} is not one"),
         "stored": (to_format, ExportsStored, f"applies to formats with a choice of dtypes, unlike {destination!r}"),
         "importance": (to_format, ExportsByImportance, f"applies to quantized types of GGUF, unlike {destination!r}"),

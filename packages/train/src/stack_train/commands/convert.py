@@ -16,7 +16,7 @@ from stack_train.conversion import format_of
 __all__ = ["convert"]
 
 
-def convert(
+def convert(  # noqa: PLR0913, each parameter is an option of the command
     source: str,
     destination: str,
     /,
@@ -24,6 +24,7 @@ def convert(
     base: Path | None = None,
     base_model: str | None = None,
     ignore: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    denoiser: str | None = None,
     stored: str | None = None,
     importance: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -42,6 +43,7 @@ def convert(
       base_model: name of the base model to write into an adapter, such as meta-llama/Llama-3.1-8B or a directory that
         transformers can open; by default the run with the base, which transformers cannot open.
       ignore: a key of config.json to ignore; may be repeated.
+      denoiser: gguf:FILE with the weights of the denoiser of a FLUX directory, in place of the directory's.
       stored: form of stored matrices, for formats with a choice: F16, Q8_0, Q6_K, Q5_K_M, Q4_K_M or Q4_0 in GGUF;
         compressed-tensors, gptq or awq for a quantized run in hf:DIR.
       importance: mean squared inputs of the matrices, which are then quantized with less error in the important
@@ -49,7 +51,7 @@ def convert(
       json: print the result as JSON.
     """
     given: dict[str, Any] = {"base": base, "ignore": ignore, "base_model": base_model}
-    given |= {"stored": stored, "importance": importance}
+    given |= {"denoiser": denoiser, "stored": stored, "importance": importance}
     options = {name: value for name, value in given.items() if value not in (None, ())}
     with Progress(
         TextColumn("{task.description}"),

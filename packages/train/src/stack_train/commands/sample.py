@@ -31,6 +31,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     mask: Path | None = None,
     strength: float | None = None,
     lora: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    denoiser: str | None = None,
     controlnet: Path | None = None,
     control: Path | None = None,
     control_scale: float = 1.0,
@@ -64,6 +65,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       mask: image file, white in the areas to repaint and black in the areas to keep.
       strength: fraction of the steps that the image is put through, 0.8 by default, or 1 with a mask.
       lora: safetensors file of a LoRA in diffusers' or kohya's layout, or FILE=SCALE; may be repeated.
+      denoiser: gguf:FILE with the weights of the denoiser of a FLUX directory, in place of the directory's.
       controlnet: directory of a ControlNet of the model, as diffusers writes it; runs that train one have it.
       control: file of the control image of the ControlNet, which is scaled to the size of the images.
       control_scale: factor of the ControlNet's influence.
@@ -111,7 +113,8 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     keep_compiled()
     start = None if image is None else _read_start(image, mask, pixels)
     sides = pixels if start is None else start.image.shape[:2]
-    opened = open_images(model, size=sides, frames=frames, loras=_loras(lora), controlnet=controlnet)
+    parts: dict[str, Any] = {"loras": _loras(lora), "controlnet": controlnet, "denoiser": denoiser}
+    opened = open_images(model, size=sides, frames=frames, **parts)
     path = out or _default_path(model, opened.step, label, ".gif" if opened.makes_videos else ".png")
     if opened.makes_videos:
         _check_video(path, fps)

@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,26 @@ from flax.nnx.traversals import unflatten_mapping
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError, ConversionError
 from stack_core.abi.models import ModelFamily
+from stack_core.chips.machine import usable_cores
 from stack_core.runtime.atomic_directory import atomic_directory
 from stack_train.models.reader import Reader, Setting
 from stack_train.safetensors_files import StoredTensor, TensorSpec, plan_shards, read_tensors, write_shards
 from stack_train.variables.model_variables import ModelVariables, values_of
 
-__all__ = ["Component", "StoredComponent", "load_component", "open_component", "save_component"]
+__all__ = [
+    "Component",
+    "StoredComponent",
+    "load_component",
+    "open_component",
+    "outline",
+    "read_component_config",
+    "save_component",
+]
 
 _CONFIG = "config.json"
 _SHARD_BYTES = 10 * 10**9
 _CLASS = "_class_name"
+_MOST_THREADS = 8
 _LAYER = re.compile(r"\.\d+\.")
 _ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias", "gamma": ".gamma"}
 
@@ -145,6 +156,13 @@ def _laid_out(kernel: np.ndarray, square: tuple[int, ...] | None) -> np.ndarray:
     return turned if square is None else turned.reshape(len(turned), *square)
 
 
+@runtime_checkable
+class Readable(Protocol):
+    """A tensor that is not loaded."""
+
+    def read(self) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, eq=False)
 class StoredComponent:
     """A folder whose config and tensors fit together, without the values of the tensors.
@@ -159,15 +177,21 @@ class StoredComponent:
     component: Component
     config: Any
     abstract: Any
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, Readable]
 
     def read(self) -> Any:
         """Returns the model with the values of the tensors."""
         variables = ModelVariables.of(self.abstract)
         values = {path: np.empty(shape.shape, shape.dtype) for path, shape in variables.shapes.items()}
-        # Views, so reading the tensors fills the parameters without another copy.
-        for name, view in _views(self.component, self.config, values).items():
+
+        def fill(name: str, view: np.ndarray) -> None:
+            # Views, so reading the tensors fills the parameters without another copy.
             view[...] = self.tensors[name].read()
+
+        views = _views(self.component, self.config, values)
+        # Conversions of dtypes and transposed copies take longer than reading.
+        with ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS)) as threads:
+            list(threads.map(fill, views.keys(), views.values()))  # raises their errors
         return variables.merge(unflatten_mapping({path: jnp.asarray(value) for path, value in values.items()}))
 
 
@@ -187,24 +211,35 @@ def open_component(component: Component, directory: Path, **settings: Any) -> St
       ConversionError: the class differs, the config requires unsupported features, or the tensors do not match the
         model; lists all problems.
     """
-    mapping = _read_config(directory)
-    given = mapping.get(_CLASS, (mapping.get("architectures") or ["none"])[0])
-    if given not in (component.class_name, *component.former_names):
-        raise ConversionError(f"{directory} holds a {given}, not a {component.class_name}.")
     found = {_prefixed(name, component.prefix): each for name, each in read_tensors(directory, component.stem).items()}
     tensors = {name: tensor for name, tensor in found.items() if not component.is_redundant(name)}
     dtypes = {str(tensor.numpy_dtype) for tensor in tensors.values()}
     # float32 represents F16 and BF16 exactly.
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    config = component.read_config(mapping, dtype=dtype, param_dtype=dtype, **settings)
+    config = read_component_config(component, directory, dtype=dtype, param_dtype=dtype, **settings)
+    abstract, views = outline(component, config)
+    _check(directory, views, tensors)
+    return StoredComponent(component, config, abstract, tensors)
+
+
+def read_component_config(component: Component, directory: Path, **settings: Any) -> Any:
+    """Reads the config of a folder; see `open_component`."""
+    mapping = _read_config(directory)
+    given = mapping.get(_CLASS, (mapping.get("architectures") or ["none"])[0])
+    if given not in (component.class_name, *component.former_names):
+        raise ConversionError(f"{directory} holds a {given}, not a {component.class_name}.")
+    return component.read_config(mapping, **settings)
+
+
+def outline(component: Component, config: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """Returns a model without values, and arrays with the shapes of its tensors in the files, by name."""
     abstract = nnx.eval_shape(lambda: component.family.build(config, key=jax.random.key(0)))
     # Arrays of zero strides have the shapes and take no memory.
     values = {
         path: np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
         for path, shape in ModelVariables.of(abstract).shapes.items()
     }
-    _check(directory, _views(component, config, values), tensors)
-    return StoredComponent(component, config, abstract, tensors)
+    return abstract, _views(component, config, values)
 
 
 def _views(component: Component, config: Any, values: Mapping[Any, np.ndarray]) -> dict[str, np.ndarray]:

@@ -64,15 +64,20 @@ def component_in(directory: Path) -> bool:
         return False
 
 
-def import_images(directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
+def import_images(
+    directory: Path, run: Path, *, denoiser: str | None = None, progress: Progress | None = None
+) -> Conversion:
     """Makes a run of a diffusers directory: a denoiser with its encoders, or a single DiT or autoencoder.
 
     The run's data names a folder `images` or `videos`, which is to be changed before the run trains on.
 
+    Args:
+      denoiser: see `open_pipeline`.
+
     Raises:
       ConversionError: the directory cannot be read, or `run` exists.
     """
-    config, model = _opened(directory, run)
+    config, model = _opened(directory, run, denoiser)
     leaves = {"/".join(map(str, path)): np.asarray(value) for path, value in values_of(model).items()}
     total_bytes = sum(leaf.nbytes for leaf in leaves.values())
 
@@ -97,11 +102,11 @@ def import_images(directory: Path, run: Path, *, progress: Progress | None = Non
     return Conversion(run, parameters, total_bytes, config.model.param_dtype, ())
 
 
-def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
+def _opened(directory: Path, run: Path, denoiser: str | None) -> tuple[RunConfig, Any]:
     """Returns the run config for the model in a directory, and the model."""
     output = str(run)
     if (directory / INDEX).is_file():
-        pipeline = open_pipeline(directory)
+        pipeline = open_pipeline(directory, denoiser=denoiser)
         if isinstance(pipeline.model, TwoDenoisers):
             raise ConversionError(
                 f"{directory} has two denoisers, and a run has one. Sample from the directory: stack sample "
@@ -117,6 +122,8 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
         config = RunConfig(output=output, model=pipeline.config, data=data, objective=pipeline.objective)
         return config, pipeline.model
     name = json.loads((directory / "config.json").read_bytes())["_class_name"]
+    if denoiser is not None:
+        raise ConversionError(f"--denoiser is for whole directories of FLUX; {directory} holds a {name} alone.")
     # Denoisers of texts need their encoders, so they are read with their directories only.
     alone = (dit.COMPONENT, *(module.COMPONENT for module in _AUTOENCODERS))
     known = {name: each for each in alone for name in (each.class_name, *each.former_names)}

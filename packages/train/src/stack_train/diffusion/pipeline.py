@@ -23,6 +23,7 @@ from stack_train.diffusion.clip_vision import (
 )
 from stack_train.diffusion.components import load_component, open_component, save_component
 from stack_train.diffusion.denoiser import Images, VideosConfig
+from stack_train.diffusion.flux_gguf import load_denoiser
 from stack_train.diffusion.pipeline_classes import (
     BOUNDARY,
     IMAGE_ENCODER,
@@ -218,18 +219,24 @@ def _check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int) -> None:
         )
 
 
-def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipeline:
+def open_pipeline(directory: Path, *, text_tokens: int | None = None, denoiser: str | None = None) -> Pipeline:
     """Reads a diffusers directory whose class is in `PIPELINES`.
 
     Args:
       text_tokens: see `open_encoders`; by default, a Flux without guidance has 256.
+      denoiser: gguf:FILE with the weights of a Flux, which then has the dtype of the directory's autoencoder; None
+        reads the directory's weights.
 
     Raises:
       ConversionError: a component is missing, unsupported, or does not fit the rest.
     """
     pipeline, index = _read_index(directory)
     boundary = _read_boundary(directory, index) if SECOND in pipeline.index else None
-    config, model = _load_denoiser(pipeline, directory / pipeline.folder)
+    if denoiser is None:
+        config, model = _load_denoiser(pipeline, directory / pipeline.folder)
+    else:
+        dtype = open_component(pipeline.vae, directory / VAE).config.dtype
+        config, model = load_denoiser(pipeline.denoiser, directory / pipeline.folder, denoiser, dtype)
     denoisers = [model] if boundary is None else [model, _load_second(pipeline, directory, config)]
     if pipeline.denoiser is flux.COMPONENT:
         # Defaults of diffusers' pipelines for FLUX.1 dev and schnell.

@@ -331,6 +331,7 @@ def open_images(
     frames: int | None = None,
     loras: Mapping[Path, float] | None = None,
     controlnet: Path | None = None,
+    denoiser: str | None = None,
 ) -> ImageSampler:
     """Opens a run, or `hf:DIR`, a diffusers directory.
 
@@ -340,6 +341,7 @@ def open_images(
       frames: number of frames of the videos; None uses the run's, or for directories the default of diffusers.
       loras: LoRA files to merge into a diffusers directory, and their scales.
       controlnet: directory of a ControlNet of a diffusers directory's UNet.
+      denoiser: gguf:FILE with the weights of a FLUX directory's denoiser; see `open_pipeline`.
 
     Raises:
       RunDirectoryError, GenerationError, CheckpointError: see `open_run`.
@@ -350,7 +352,7 @@ def open_images(
     if not path.exists():
         raise ConversionError(f"{address} is not a directory of a run or of diffusers.{hub_advice(address)}")
     if address.startswith("hf:") or (path / INDEX).is_file():
-        pipeline = open_pipeline(path)
+        pipeline = open_pipeline(path, denoiser=denoiser)
         for file, scale in (loras or {}).items():
             pipeline = merge_lora(pipeline, file, scale)
         if controlnet is not None:
@@ -360,8 +362,9 @@ def open_images(
         opened = ImageSampler(*parts, None, pipeline.encoders, pipeline.sampler)
         if (default := pipeline.encoders.pipeline.video_size) is not None:
             size, frames = size or default[:2], default[2] if frames is None else frames
-    elif loras or controlnet is not None:
+    elif loras or controlnet is not None or denoiser is not None:
         what = "LoRA files are merged into" if loras else "ControlNets are added to"
+        what = what if denoiser is None else "Denoisers are replaced in"
         raise ConfigError(f"{what} diffusers directories. Convert the run: stack convert RUN hf:DIR.")
     else:
         opened = open_run(path)

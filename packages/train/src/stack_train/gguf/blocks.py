@@ -12,10 +12,16 @@ import numpy as np
 
 from stack_train.gguf.reader import StoredTensor
 
-__all__ = ["dequantize"]
+__all__ = ["dequantize", "is_readable"]
 
 _ROWS = 1024
 """Number of blocks that are converted together, which bounds the temporary arrays to the caches of a processor."""
+
+
+def is_readable(gguf: Any, tensor: StoredTensor) -> bool:
+    """Checks whether `dequantize` supports the type of a tensor."""
+    # The package lists the types that it can dequantize only in this private table.
+    return tensor.tensor_type.name in ("F32", "F16") or tensor.tensor_type in gguf.quants._type_traits
 
 
 def dequantize(gguf: Any, tensor: StoredTensor) -> np.ndarray:

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MAGIC", "GgufFile", "StoredTensor", "read_file"]
+from stack_core.abi.errors import ConversionError
+
+__all__ = ["MAGIC", "GgufFile", "StoredTensor", "open_file", "read_file"]
 
 MAGIC = b"GGUF"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -109,6 +111,25 @@ class _Cursor:
     def _check_end(self, place: int) -> None:
         if place > len(self._contents):
             raise ValueError(f"the file has {len(self._contents)} bytes, and a value ends at {place}")
+
+
+def open_file(gguf: Any, path: Path) -> GgufFile:
+    """Reads a file as `read_file` does.
+
+    Raises:
+      ConversionError: the file is missing, incomplete, or not a GGUF file.
+    """
+    if not path.is_file():
+        files = sorted(each.name for each in path.glob("*.gguf"))  # empty unless it is a directory
+        example = f"gguf:{path / files[0]}" if files else "gguf:models/model.gguf"
+        problem = "is a directory" if path.is_dir() else "does not exist"
+        raise ConversionError(f"gguf:{path}: the file {problem}. Give the path of a file, such as {example}.")
+    try:
+        return read_file(gguf, path)
+    except (OSError, ValueError) as error:
+        raise ConversionError(
+            f"{path} is not a complete GGUF file: {type(error).__name__}: {error}. Give a complete file."
+        ) from error
 
 
 def read_file(gguf: Any, path: Path) -> GgufFile:

@@ -14,11 +14,11 @@ from stack_core.abi.errors import ConversionError
 from stack_core.abi.formats import Progress
 from stack_core.chips.machine import usable_cores
 from stack_train.checkpoint import named_leaves
-from stack_train.gguf.blocks import dequantize
+from stack_train.gguf.blocks import dequantize, is_readable
 from stack_train.gguf.library import library
 from stack_train.gguf.names import ROPE_FREQUENCIES, Architecture, reordered_heads
 from stack_train.gguf.quantized import FORMS, convert, matrix_struct
-from stack_train.gguf.reader import GgufFile, read_file
+from stack_train.gguf.reader import GgufFile, open_file
 from stack_train.gguf.settings import config_of
 from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.models.weight_map import WeightRule
@@ -58,17 +58,7 @@ class Source:
           ConversionError: as `GgufFormat.import_run`.
         """
         gguf = library()
-        if not path.is_file():
-            files = sorted(each.name for each in path.glob("*.gguf"))  # empty unless it is a directory
-            example = f"gguf:{path / files[0]}" if files else "gguf:models/model.gguf"
-            problem = "is a directory" if path.is_dir() else "does not exist"
-            raise ConversionError(f"gguf:{path}: the file {problem}. Give the path of a file, such as {example}.")
-        try:
-            file = read_file(gguf, path)
-        except (OSError, ValueError) as error:
-            raise ConversionError(
-                f"{path} is not a complete GGUF file: {type(error).__name__}: {error}. Give a complete file."
-            ) from error
+        file = open_file(gguf, path)
         settings, tensors = file.settings, file.tensors
         config, architecture = config_of(settings, tensors, path)
         rules = architecture.rules(config)
@@ -154,12 +144,10 @@ def _check(
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
-    # The package lists the types that it can dequantize only in this private table.
-    readable = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, *gguf.quants._type_traits}
     problems += [
         f"{name} is {each.tensor_type.name}, which is not read"
         for name, each in tensors.items()
-        if each.tensor_type not in readable
+        if not is_readable(gguf, each)
     ]
     if problems:
         raise ConversionError(

@@ -88,9 +88,16 @@ class HuggingFaceFormat:
 
     config_file = _CONFIG
     stored_types = LAYOUTS
+    denoiser_formats = ("gguf",)
 
     def import_run(
-        self, directory: Path, run: Path, *, ignore: Collection[str] = (), progress: Progress | None = None
+        self,
+        directory: Path,
+        run: Path,
+        *,
+        ignore: Collection[str] = (),
+        denoiser: str | None = None,
+        progress: Progress | None = None,
     ) -> Conversion:
         """Converts a Hugging Face checkpoint, or the language model of a multimodal one, to a run directory.
 
@@ -98,6 +105,7 @@ class HuggingFaceFormat:
 
         Args:
           ignore: keys of `config.json` to ignore.
+          denoiser: weights of the denoiser of a diffusers directory, gguf:FILE; None reads the directory's.
           progress: callback with the path of each converted parameter, the bytes done and the total bytes.
 
         Raises:
@@ -108,7 +116,9 @@ class HuggingFaceFormat:
         if component_in(directory):
             if ignore:
                 raise ConversionError(f"--ignore is for language models; {directory} is a directory of diffusers.")
-            return import_images(directory, run, progress=progress)
+            return import_images(directory, run, denoiser=denoiser, progress=progress)
+        if denoiser is not None:
+            raise ConversionError(f"--denoiser is for directories of diffusers; {directory} has a language model.")
         source = open_source(directory, ignore=ignore)
         with atomic_directory(run) as partial:
             # The path after `atomic_directory` renames its folder.

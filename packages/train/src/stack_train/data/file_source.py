@@ -38,7 +38,7 @@ class FileSource:
             yield from self.documents_of(path)
 
     def settings(self) -> list[str]:
-        """Returns what decides the documents beside the files, for the fingerprint."""
+        """Returns settings that affect the documents, for the fingerprint."""
         return [] if self._text_field is None else [self._text_field]
 
     def fingerprint(self) -> str:

@@ -286,7 +286,7 @@ class ImageSampler:
         state = nnx.state(self.model)
         arguments = (state, condition, jax.random.key(seed), noise, begun, scales)
         images = self._run(*arguments, sampler=sampler, count=count)
-        trim_heap()  # of a compilation
+        trim_heap()  # the call may have compiled
         return images
 
     @cached_property

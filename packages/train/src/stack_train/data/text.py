@@ -18,8 +18,8 @@ _PARAGRAPH = re.compile(r"\n[ \t\r]*\n")
 class TextSource(FileSource):
     """The UTF-8 files that match a glob, sorted by path; one file at a time is in memory.
 
-    If the glob matches a single file, such as a book, its documents are the parts from `divided`, so that some can be
-    held out for validation.
+    If the glob matches a single file, such as a book, its documents are the parts from `divided`, and validation takes
+    some of these.
     """
 
     scheme = "text"

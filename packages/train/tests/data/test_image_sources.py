@@ -133,7 +133,8 @@ def test_every_format_gives_the_batches_of_the_files(sources, name):
         assert read.originals == others[size].originals and len(read.names) == IMAGES // 2
 
 
-def test_parquet_is_read_at_any_row(sources, records):
+def test_parquet_is_read_at_any_row(sources, records, monkeypatch):
+    monkeypatch.setattr("stack_train.data.image_tables._ROWS_AT_ONCE", 2)
     images = open_image_source(pairs(sources, "parquet"))
     for place in (11, 3, 4, 0, 7, 6, 6):
         with images.open(place) as file:

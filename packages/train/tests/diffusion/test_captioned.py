@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from stack_core.abi.errors import ConfigError, ConversionError, DataError, Gener
 from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.commands.sample import sample
+from stack_train.data import encoded_images
 from stack_train.data.captions import captions_of
 from stack_train.diffusion import autoencoder_kl, dit
 from stack_train.diffusion.components import StoredComponent, load_component
@@ -274,6 +276,35 @@ def test_captions_that_are_missing_or_malformed_are_named(folder, pipeline, tmp_
     (copy / "metadata.jsonl").write_text('{"file": "0000.png"}\n')
     with pytest.raises(DataError, match=r"Line 1 of .*metadata.jsonl"):
         train(tiny(tmp_path / "run", copy, pipeline))
+
+
+def test_weighted_captions_of_a_shard_are_encoded_once_and_chosen_by_row(folder, pipeline, tmp_path, monkeypatch):
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        for image in sorted(folder.glob("*.png"))[:8]:
+            archive.add(image, image.name)
+            record = {"text": [f"a {image.stem}", "a red ring"], "weights": [1, 3]}
+            (tmp_path / "record.json").write_text(json.dumps(record))
+            archive.add(tmp_path / "record.json", f"{image.stem}.json")
+    encoded, encode_texts = [], encoded_images.encode_texts
+
+    def counted(encoders, captions, *rest):
+        encoded.append(list(captions))
+        return encode_texts(encoders, captions, *rest)
+
+    monkeypatch.setattr("stack_train.data.kinds.captioned.encode_texts", counted)
+    config = tiny(tmp_path / "run", folder, pipeline, source=f"tar:{tmp_path}/shard.tar", caption_field="json.text")
+    batches = config.data.build(seed=0, model=config.model)
+    assert sorted(encoded[0]) == sorted([*(f"a {number:04}" for number in range(8)), "a red ring"])
+    iterator = batches.train_iterator()
+    found = [next(iterator) for _ in range(8)]
+    again = config.data.build(seed=0, model=config.model).train_iterator()
+    again.set_state({**iterator.get_state()})
+    encoders = open_encoders(pipeline, text_tokens=6)
+    common = np.asarray(encoders.text(["a red ring"])["text"][0])
+    shared = [np.allclose(text, common, atol=1e-5) for batch in found for text in batch["text"]]
+    assert 0.36 < np.mean(shared) < 1.0  # 3/4 of 32 rows, within five standard deviations of 0.077
+    np.testing.assert_array_equal(next(again)["text"], next(iterator)["text"])
+    assert "'a 0000' (0.25), 'a red ring' (0.75)" in " ".join(batches.describe_rows(np.arange(8)))
 
 
 def test_a_model_without_texts_is_refused():

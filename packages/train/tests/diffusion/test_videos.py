@@ -198,7 +198,7 @@ def test_videos_that_cannot_be_read_are_named(pipeline, tmp_path):
         with pytest.raises(DataError, match=message):
             train(wan_config(tmp_path / "run", folder, pipeline, steps=1))
 
-    refused("matches no GIF or WebP file and no folder of PNG files", tmp_path / "nothing")
+    refused("matches no MP4, WebM, MKV, GIF or WebP file and no folder of PNG files", tmp_path / "nothing")
     motions.write_videos(tmp_path / "short", 1, frames=6)
     refused(r"0000.gif: it has 6 frames, and the model reads 9", tmp_path / "short")
     (tmp_path / "empty" / "clip").mkdir(parents=True)
@@ -207,8 +207,8 @@ def test_videos_that_cannot_be_read_are_named(pipeline, tmp_path):
     (tmp_path / "broken" / "clip.gif").write_bytes(b"GIF89a")
     refused(r"1 of 1 files cannot be read as videos:(.|\n)*clip.gif", tmp_path / "broken")
     (tmp_path / "films").mkdir()
-    (tmp_path / "films" / "clip.mp4").write_bytes(b"")
-    refused(r"clip.mp4 is not a video of .*ffmpeg -i clip.mp4 clip/%05d.png", tmp_path / "films")
+    (tmp_path / "films" / "clip.flv").write_bytes(b"")
+    refused(r"clip.flv is not a video of .*ffmpeg -i clip.flv clip/%05d.png", tmp_path / "films")
     motions.write_videos(tmp_path / "silent", 1)
     (tmp_path / "silent" / "metadata.jsonl").unlink()
     refused(r"1 of 1 videos have no caption", tmp_path / "silent")

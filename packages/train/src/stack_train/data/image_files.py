@@ -90,7 +90,7 @@ class FileImages:
       pixels: uint8 pixels of each image, memory-mapped.
       names: name of each image in the source, such as its path.
       unreadable: name of each file that could not be read as an image, with the reason.
-      originals: height and width of each image in its file, upright; None if unknown.
+      originals: height and width of each image in its file, upright; None without buckets.
     """
 
     pixels: UInt8[np.ndarray, "images *frames height width channels"]

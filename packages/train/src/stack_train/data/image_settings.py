@@ -11,7 +11,7 @@ from stack_train.data.image_source import ImageFields, ImageFiles, ImageSource, 
 from stack_train.data.image_tables import open_parquet_images, open_saved_images
 from stack_train.data.image_tar import TarImages
 
-__all__ = ["SourceSettings", "open_image_source"]
+__all__ = ["CaptionSettings", "SourceSettings", "open_image_source"]
 
 _FORMATS = {"tar": TarImages, "parquet": open_parquet_images, "datasets": open_saved_images}
 _FIELDS = ("image_field", "caption_field", "weights_field", "label_field")
@@ -56,6 +56,21 @@ class SourceSettings(ImageSettings):
                 "data.weights_field is a key of .json members, and the captions lie in others. Set data.caption_field "
                 "to 'json.KEY', or leave data.weights_field out."
             )
+
+
+@config
+class CaptionSettings(SourceSettings):
+    """Settings of data that read images with captions.
+
+    Attributes:
+      caption_field: column of the captions, by default "text"; of `tar:`, their file extension, by default "txt", or
+        "json.KEY" for a key of `.json` members.
+      weights_field: column of the weights of lists of captions, by default "weights" if it exists; of `tar:`, a key of
+        the `.json` members.
+    """
+
+    caption_field: str | None = None
+    weights_field: str | None = None
 
 
 def open_image_source(settings: Any, needs: NeededField | None = None) -> ImageSource:

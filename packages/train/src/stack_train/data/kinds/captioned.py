@@ -30,7 +30,7 @@ from stack_train.data.image_files import (
     read_bucketed_images,
     read_images,
 )
-from stack_train.data.image_settings import SourceSettings, open_image_source
+from stack_train.data.image_settings import CaptionSettings, open_image_source
 from stack_train.data.image_source import ImageSource
 from stack_train.diffusion.denoiser import LimitsSize, VideosConfig
 from stack_train.diffusion.ltx import TEXT_LENGTHS
@@ -74,7 +74,7 @@ def drops_to_empty_prompt(model: Any) -> bool:
 
 
 @config
-class CaptionedData(SourceSettings):
+class CaptionedData(CaptionSettings):
     """Captioned images for text-to-image models; needs stack-train[images].
 
     The caption of the file `cat.png` is in the text file `cat.txt`, or in the folder's `metadata.jsonl`. Images are
@@ -95,10 +95,6 @@ class CaptionedData(SourceSettings):
     Attributes:
       pipeline: diffusers directory with vae, text_encoder and text_encoder_2; a denoiser in it is not read.
       name: selects this kind of data.
-      caption_field: column of the captions, by default "text"; of `tar:`, their file extension, by default "txt", or
-        "json.KEY" for a key of `.json` members.
-      weights_field: column of the weights of lists of captions, by default "weights" if there is one; of `tar:`, a key
-        of the `.json` members.
       unreadable: policy for files that are not readable images, and for images of a dataset without a caption: "error",
         or "skip", which lists the files in a warning.
       encoded_at_once: batch size of the encoders, in images or captions.
@@ -110,8 +106,6 @@ class CaptionedData(SourceSettings):
 
     pipeline: str
     name: Literal["captioned"] = "captioned"
-    caption_field: str | None = None
-    weights_field: str | None = None
     unreadable: OnUnreadable = "error"
     encoded_at_once: PositiveInt = 16
     buckets: BucketsConfig | None = None

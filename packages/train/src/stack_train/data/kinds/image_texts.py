@@ -19,7 +19,7 @@ from stack_train.data.captions import CaptionRows, Captions
 from stack_train.data.examples import TooLong
 from stack_train.data.image_batches import ImageBatches
 from stack_train.data.image_files import IMAGE_CHANNELS, FileImages, OnUnreadable, read_images
-from stack_train.data.image_settings import SourceSettings, open_image_source
+from stack_train.data.image_settings import CaptionSettings, open_image_source
 from stack_train.data.kinds.chat import load_tokenizer
 from stack_train.data.rows import filled
 from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
@@ -28,11 +28,11 @@ __all__ = ["ImageTextsData", "TextRows"]
 
 
 @config
-class ImageTextsData(SourceSettings):
+class ImageTextsData(CaptionSettings):
     """Captioned images for image-text models such as CLIP and SigLIP; needs stack-train[images].
 
-    Images and captions are read, and one of several captions chosen, as in data of kind `captioned`. Images are scaled
-    to the model's size as its publisher does and memory-mapped from the user's cache.
+    Images and captions are read and chosen as in data of kind `captioned`. Images are scaled to the model's size as its
+    publisher does and memory-mapped from the user's cache.
 
     A batch contains "pixels", uint8[batch, height, width, channels]; "tokens", int32[batch, max_positions], padded
     texts; "weights", 1 for rows that count; and "present", 1 for all pairs. The last validation batch is filled with
@@ -40,7 +40,6 @@ class ImageTextsData(SourceSettings):
 
     Attributes:
       name: selects this kind of data.
-      caption_field, weights_field: see `CaptionedData`.
       tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
       too_long: policy for captions too long for the text tower: "error", "drop", or "cut", which keeps the
         beginning and the last special token.
@@ -49,8 +48,6 @@ class ImageTextsData(SourceSettings):
     """
 
     name: Literal["image_texts"] = "image_texts"
-    caption_field: str | None = None
-    weights_field: str | None = None
     tokenizer: str | None = None
     too_long: TooLong = "error"
     unreadable: OnUnreadable = "error"

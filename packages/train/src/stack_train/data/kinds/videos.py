@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.data import Batches, Shapes
@@ -23,10 +23,10 @@ __all__ = ["VideosData"]
 
 @config
 class VideosData(ImageSettings):
-    """GIF and WebP files and folders of PNG files; needs stack-train[images].
+    """Video files and folders of PNG files; needs stack-train[video], and for GIF, WebP and PNG stack-train[images].
 
     Reads the first `model.frames` frames of each video and scales their centre squares to the model's size. The caption
-    of `cat.gif` or the folder `cat` is in the text file `cat.txt`, or in the folder's `metadata.jsonl`. With
+    of `cat.mp4` or the folder `cat` is in the text file `cat.txt`, or in the folder's `metadata.jsonl`. With
     `pipeline`, batches have the arrays of kind captioned. Without it, they contain "images", the pixels of videos, and
     "weights", for an autoencoder.
 
@@ -36,6 +36,7 @@ class VideosData(ImageSettings):
       name: selects this kind of data.
       unreadable: policy for videos that cannot be read or have too few frames: "error", or "skip" with a warning.
       encoded_at_once: batch size of the encoders, in videos or captions.
+      frame_rate: frames per second of the training videos, chosen by their times; None takes the frames of the files.
     """
 
     source: str
@@ -43,6 +44,7 @@ class VideosData(ImageSettings):
     name: Literal["videos"] = "videos"
     unreadable: OnUnreadable = "error"
     encoded_at_once: PositiveInt = 1
+    frame_rate: PositiveFloat | None = None
 
     @property
     def encoders(self) -> str | None:
@@ -96,5 +98,5 @@ class VideosData(ImageSettings):
         return ImageBatches(self, LabelledImages(videos.pixels, None, videos.names), seed=seed)
 
     def _read(self, *, size: int, frames: int, channels: int) -> FileImages:
-        settings: dict[str, Any] = {"unreadable": self.unreadable, "source": self.source}
+        settings: dict[str, Any] = {"unreadable": self.unreadable, "source": self.source, "frame_rate": self.frame_rate}
         return read_videos(find_videos(self.source), size=size, frames=frames, channels=channels, **settings)

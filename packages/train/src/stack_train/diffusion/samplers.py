@@ -534,7 +534,7 @@ def guided(
     condition: Condition,
     *,
     images: int,
-    guidance: float | Float[Array, "images 1 1 1"] | Callable[[Array], Array],
+    guidance: float | Float[Array, "images ..."] | Callable[[Array], Array],
     rescale: float = 0.0,
 ) -> Callable[..., Predicted]:
     """Returns the guided prediction for a number of images with `condition`, for `sample`; see `SamplerConfig`.

@@ -50,6 +50,7 @@ RUNS = {
     "dapo": (DECODER, {**ROLLOUTS, "groups": 8}),
     "cispo": (DECODER, {**ROLLOUTS, "groups": 8}),
     **dict.fromkeys(("epsilon", "v", "flow_matching"), (DENOISER, DIGITS)),
+    "consistency_distill": (DENOISER, DIGITS),
     "reconstruction": (AUTOENCODER, DIGITS),
     "diffusion_dpo": (DENOISER, IMAGE_PAIRS),
     "flow_grpo": (DENOISER, IMAGE_ROLLOUTS),
@@ -67,12 +68,14 @@ VALUES = {
     "dual_clip": 2.0,
     "epochs": 5,
     "label_smoothing": 0.1,
+    "max_guidance": 3.0,
     "minibatches": 4,
     "noise": {"betas": "cosine"},
     "overlong": {"kind": "mask"},
     "reference": "data",
     "refill_rounds": 3,
     "shift": 3.0,
+    "solver_steps": 20,
 }
 OF_RUNS_ALONE = ("refill_rounds", "target_kl", "critic_warmup_steps")
 """Settings of a policy gradient that act in the course of a run (test_rollouts, stack-rl's own tests)."""

@@ -485,6 +485,13 @@ SCHEDULERS = {
     ),
     "unipc_zero_snr": (diffusers.UniPCMultistepScheduler, ZERO_SNR),
     "dpmpp_3m_sde": (diffusers.DPMSolverMultistepScheduler, {**SDE, "solver_order": 3, "use_karras_sigmas": True}),
+    "lcm": (diffusers.LCMScheduler, {}),
+    # With the default scaling, c_skip is below 1e-5 at all timesteps.
+    "lcm_scaling": (diffusers.LCMScheduler, {"timestep_scaling": 0.01, "original_inference_steps": 30}),
+    "lcm_zero_snr": (
+        diffusers.LCMScheduler,
+        {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction", **COSINE},
+    ),
 }
 
 
@@ -581,23 +588,30 @@ def test_ddim_adds_the_noise_of_diffusers(eta, tmp_path):
     ],
 )
 @pytest.mark.parametrize("spacing", [None, "linspace"])
-def test_a_flow_goes_the_way_of_diffusers(spacing, settings, pixels, tmp_path):
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**settings)
+@pytest.mark.parametrize(
+    "scheduler_class", [diffusers.FlowMatchEulerDiscreteScheduler, diffusers.FlowMatchLCMScheduler]
+)
+def test_a_flow_goes_the_way_of_diffusers(scheduler_class, spacing, settings, pixels, tmp_path, monkeypatch):
+    scheduler = scheduler_class(**settings)
     scheduler.save_pretrained(tmp_path)
     tokens, config = (pixels // 16) ** 2, scheduler.config
     line = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
     # Flux gives its times, and Stable Diffusion 3 takes those of the scheduler.
     times = {"sigmas": np.linspace(1.0, 1 / STEPS, STEPS)} if spacing is None else {"num_inference_steps": STEPS}
     scheduler.set_timesteps(**times, mu=calculate_shift(tokens, *line))
-    noise = np.random.default_rng(0).standard_normal((2, 4, 4, 3)).astype(np.float32)
+    noise, *added = np.random.default_rng(0).standard_normal((1 + STEPS, 2, 4, 4, 3)).astype(np.float32)
+    noise_of(monkeypatch, scheduler, added)
     read = read_scheduler(tmp_path)
+    write_scheduler(tmp_path / "again", read)
+    assert read_scheduler(tmp_path / "again") == read
+    assert isinstance(scheduler_class.from_pretrained(tmp_path / "again"), scheduler_class)
     sampler = replace(read.sampler, steps=STEPS, spacing=spacing)
     levels = levels_of(read.objective.schedule(tokens), sampler)
     np.testing.assert_allclose(levels.sigmas, scheduler.sigmas[:-1].numpy(), atol=1e-6)
     table = table_of(sampler, levels, "flow")
     x = torch.tensor(noise)
     for step, (timestep, ours) in enumerate(
-        zip(scheduler.timesteps, trajectory(table, jnp.asarray(noise)), strict=True)
+        zip(scheduler.timesteps, trajectory(table, jnp.asarray(noise), added), strict=True)
     ):
         x = scheduler.step(said(x, timestep.float(), torch), timestep, x).prev_sample
         np.testing.assert_allclose(ours, x.numpy(), atol=TOLERANCE, err_msg=f"step {step}")

@@ -119,6 +119,7 @@ def stack_register_objectives(registry: Registrar) -> None:
     registry.add("epsilon", "stack_train.diffusion.objectives:EpsilonConfig")
     registry.add("flow_matching", "stack_train.diffusion.objectives:FlowMatchingConfig")
     registry.add("v", "stack_train.diffusion.objectives:VConfig")
+    registry.add("consistency_distill", "stack_train.diffusion.consistency:ConsistencyDistillConfig")
     registry.add("reconstruction", "stack_train.diffusion.reconstruction:ReconstructionConfig")
     registry.add("softmax_contrastive", "stack_train.contrastive.objectives:SoftmaxContrastiveConfig")
     registry.add("sigmoid_contrastive", "stack_train.contrastive.objectives:SigmoidContrastiveConfig")

@@ -128,6 +128,33 @@ def test_a_run_is_exported_and_samples_other_shapes(name, folder, tmp_path):
         train(tiny(tmp_path / "flux", folder, encoders))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "scheduler"),
+    [("StableDiffusionPipeline", "LCMScheduler"), ("StableDiffusion3Pipeline", "FlowMatchLCMScheduler")],
+)
+def test_a_distilled_run_is_exported_with_the_scheduler_of_lcm(name, scheduler, folder, tmp_path):
+    config = autoencoder_kl.AutoencoderKlConfig(widths=(4, 8), scaling_factor=2.0, **AUTOENCODER)
+    encoders = saved_encoders(tmp_path / "encoders", name, autoencoder_kl.FAMILY.build(config, key=jax.random.key(0)))
+    flows = name == "StableDiffusion3Pipeline"
+    denoising = {"name": "flow_matching"} if flows else {"name": "epsilon", "noise": BETAS}
+    common = {"steps": 1, "model": FAMILIES[name], "data": {"batch_size": 4, "validation_fraction": 0.0}}
+    train(flux_config(tmp_path / "start", folder, encoders, **common, objective=denoising))
+    objective = {"name": "consistency_distill", "denoising": denoising, "guidance": 2.0, "solver_steps": 25}
+    student = flux_config(tmp_path / "run", folder, encoders, **common, objective=objective)
+    train(replace(student, run=replace(student.run, init_from=str(tmp_path / "start"))))
+    FORMAT.export_run(tmp_path / "run", tmp_path / "pipeline")
+    written = json.loads((tmp_path / "pipeline" / "scheduler" / "scheduler_config.json").read_text())
+    assert written["_class_name"] == scheduler and written.get("original_inference_steps", 25) == 25
+    assert json.loads((tmp_path / "pipeline" / "model_index.json").read_text())["scheduler"] == ["diffusers", scheduler]
+    own, opened = open_images(str(tmp_path / "run")), open_images(f"hf:{tmp_path / 'pipeline'}")
+    assert opened.sampler.name == own.sampler.name == "lcm" and opened.sampler.steps == own.sampler.steps == 4
+    assert opened.sampler.guidance == 1.0
+    # Pipelines of Stable Diffusion 3 end at the lowest time.
+    images = own.images_of(["a red ring"], replace(own.sampler, spacing="linspace" if flows else None))
+    np.testing.assert_array_equal(opened.images_of(["a red ring"], opened.sampler), images)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:

@@ -19,6 +19,7 @@ from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import ImageSampler, open_run
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.program import build_program
+from stack_train.run.resolve import parse_run
 from stack_train.run.train import train
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "digits.yaml"
@@ -141,12 +142,12 @@ def test_held_out_digits_come_once_and_rows_are_named():
     assert first["images"].min() == -1.0 and first["images"].max() == 1.0
 
 
-def readable(directory):
+def readable(directory, sampler):
     """How often a classifier of the real digits gives a sample the asked label, and one of samples a held-out digit."""
     config = run_config(directory)
     batches, real = config.data.build(seed=config.run.seed, model=config.model), digits()
     asked = [place % 10 for place in range(1000)]
-    samples = open_run(directory).images(asked, SamplerConfig(steps=20)).reshape(1000, -1) / 255.0
+    samples = open_run(directory).images(asked, sampler).reshape(1000, -1) / 255.0
     pixels = real.pixels.reshape(len(real.pixels), -1) / 255.0
     judge = SVC(gamma=0.05, C=10.0).fit(pixels[batches.training], real.labels[batches.training])
     assert judge.score(pixels[batches.validation], real.labels[batches.validation]) > 0.95
@@ -154,8 +155,41 @@ def readable(directory):
     return judge.score(samples, asked), pupil.score(pixels[batches.validation], real.labels[batches.validation])
 
 
-@pytest.mark.slow  # three minutes on two idle cores
-def test_the_example_makes_digits_that_classifiers_read_and_learn_from(tmp_path):
-    train(parse(RunConfig, apply_overrides(load_yaml(EXAMPLE), [f"output={tmp_path / 'run'}"])))
-    asked, learned = readable(tmp_path / "run")
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """The run of the example, in three minutes on two idle cores."""
+    output = tmp_path_factory.mktemp("example") / "run"
+    train(parse(RunConfig, apply_overrides(load_yaml(EXAMPLE), [f"output={output}"])))
+    return output
+
+
+@pytest.mark.slow
+def test_the_example_makes_digits_that_classifiers_read_and_learn_from(example):
+    asked, learned = readable(example, SamplerConfig(steps=20))
     assert asked >= 0.95 and learned >= 0.85, (asked, learned)
+
+
+def frechet_distance(samples, real):
+    """Fréchet distance between the normal distributions of pixels, Heusel et al., 2017 (arXiv:1706.08500)."""
+    (mean, covariance), (other, real_covariance) = ((x.mean(0), np.cov(x.T)) for x in (samples, real))
+    # The pixels in the corners are always black, which makes both covariances singular.
+    product = np.linalg.eigvals(covariance @ real_covariance).real.clip(0.0)
+    return np.square(mean - other).sum() + np.trace(covariance + real_covariance) - 2.0 * np.sqrt(product).sum()
+
+
+@pytest.mark.slow  # 90 CPU-seconds, and the example's
+def test_a_student_has_the_digits_of_its_teacher_in_fewer_steps(example, tmp_path):
+    settings = [f"output={tmp_path / 'lcm'}", f"run.init_from={example}"]
+    train(parse_run(apply_overrides(load_yaml(EXAMPLE.with_name("digits_lcm.yaml")), settings)))
+    real = digits().pixels.reshape(-1, 64) / 255.0
+
+    def distance(directory, steps):
+        opened = open_run(directory)
+        images = opened.images([*range(10)] * 100, opened.sampler.changed({"steps": steps}))
+        return frechet_distance(images.reshape(1000, -1) / 255.0, real)
+
+    teacher, student = ({steps: distance(run, steps) for steps in (1, 4)} for run in (example, tmp_path / "lcm"))
+    # Few steps of the teacher give digits near the mean of their class: a classifier reads them, but all are alike.
+    assert student[1] < 0.75 * teacher[4] and student[4] < 0.8 * teacher[4] < 0.5 * teacher[1], (student, teacher)
+    opened = open_run(tmp_path / "lcm")
+    assert readable(tmp_path / "lcm", opened.sampler)[0] >= 0.95

@@ -120,6 +120,13 @@ def test_levels_go_from_noise_to_none(spacing):
     assert levels.timesteps[0] == {"leading": 852.0, "trailing": 999.0, "linspace": 999.0}[spacing]
 
 
+def test_lcm_keeps_the_guidance_of_another_sampler_only_and_takes_four_steps():
+    stable = SamplerConfig(name="plms", final="min", spacing="leading", steps_offset=1, guidance=7.5)
+    assert stable.changed({"name": "lcm"}) == SamplerConfig(name="lcm", steps=4, guidance=7.5)
+    changed = SamplerConfig(name="lcm", steps=4, solver_steps=20).changed({"name": "euler", "spacing": "trailing"})
+    assert changed == SamplerConfig(spacing="trailing")
+
+
 def test_a_shift_spends_more_steps_near_noise():
     four = SamplerConfig(steps=4)
     assert levels_of(FlowConfig(shift=3.0), four).sigmas.tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5])
@@ -163,6 +170,15 @@ def test_a_dynamic_shift_depends_on_the_size_of_the_images(shift, pixels, expect
         (NOISE, {"name": "unipc", "final": "min", "sigmas": "karras"}, "unipc ends at the last level of sigmas"),
         (FlowConfig(), {"name": "unipc", "sigmas": "karras"}, "unipc divides a flow into equal times"),
         (FlowConfig(), {"terminal": 0.1, "steps": 1}, "terminal=0.1 is the last of several times"),
+        (NOISE, {"name": "lcm", "eta": 0.5}, "ddim alone"),
+        (NOISE, {"name": "lcm", "spacing": "leading"}, "lcm divides the timesteps of its solver equally"),
+        (NOISE, {"name": "lcm", "final": "min"}, "lcm always ends without noise"),
+        (NOISE, {"name": "lcm", "sigmas": "karras"}, "lcm takes timesteps of its solver"),
+        (NOISE, {"name": "lcm", "steps": 51}, "steps=51 is more than solver_steps=50"),
+        (NOISE, {"name": "lcm", "solver_steps": 1001}, "solver_steps=1001 is more than the 1000 of the noise"),
+        (FlowConfig(), {"name": "lcm", "steps": 51}, "steps=51 is more than solver_steps=50"),
+        (FlowConfig(), {"name": "lcm", "timestep_scaling": 5.0}, "timestep_scaling=5.0 is for schedules of betas"),
+        (NOISE, {"solver_steps": 20}, "solver_steps would have no effect on euler"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(schedule, settings, message):

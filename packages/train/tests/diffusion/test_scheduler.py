@@ -75,7 +75,10 @@ def test_a_scheduler_is_read_and_written(tmp_path, settings, shift):
         ({"time_shift_type": "cubic"}, "objective.shift.curve|shift.*curve"),
         ({"use_dynamic_shifting": False, "shift": "high"}, "shift"),
         ({"use_dynamic_shifting": False, "shift": 0}, "shift"),
-        ({"_class_name": "DDPMScheduler"}, "is a DDPMScheduler; FlowMatchEulerDiscreteScheduler, DDIMScheduler"),
+        (
+            {"_class_name": "DDPMScheduler"},
+            "is a DDPMScheduler; FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler, DDIM",
+        ),
     ],
 )
 def test_what_samplers_do_not_follow_is_refused_by_name(tmp_path, settings, message):
@@ -92,6 +95,21 @@ STABLE_XL = {"_class_name": "EulerDiscreteScheduler", "clip_sample": False, "int
 STABLE_XL |= {"prediction_type": "epsilon", "sample_max_value": 1.0, "timestep_spacing": "leading"}
 NOISE = NoiseConfig(betas="scaled_linear", beta_start=0.00085, beta_end=0.012)
 LEADING = {"spacing": "leading", "steps_offset": 1}
+LCM = {
+    "_class_name": "LCMScheduler",
+    "prediction_type": "epsilon",
+    "clip_sample": False,
+    "clip_sample_range": 1.0,
+    **BETAS,
+}
+LCM |= {
+    "original_inference_steps": 50,
+    "timestep_scaling": 10.0,
+    "timestep_spacing": "leading",
+    "set_alpha_to_one": True,
+}
+"""`scheduler_config.json` of SimianLuo/LCM_Dreamshaper_v7, with the offset of Stable Diffusion."""
+FLOW_LCM = {"_class_name": "FlowMatchLCMScheduler", "shift": 3.0, "scale_factors": None, "upscale_mode": "bicubic"}
 UNIPC = {"_class_name": "UniPCMultistepScheduler"}
 UNIPC_FLOW = UNIPC | {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
 
@@ -102,6 +120,12 @@ UNIPC_FLOW = UNIPC | {"use_flow_sigmas": True, "prediction_type": "flow_predicti
         (STABLE, Scheduler(EpsilonConfig(noise=NOISE), SamplerConfig(name="plms", final="min", **LEADING))),
         (STABLE_2, Scheduler(VConfig(noise=NOISE), SamplerConfig(name="ddim", final="min", **LEADING))),
         (STABLE_XL, Scheduler(EpsilonConfig(noise=NOISE), SamplerConfig(**LEADING))),
+        (LCM, Scheduler(EpsilonConfig(noise=NOISE), SamplerConfig(name="lcm", steps=4))),
+        (
+            {"_class_name": "LCMScheduler", "original_inference_steps": 3},
+            Scheduler(EpsilonConfig(noise=NOISE), SamplerConfig(name="lcm", steps=3, solver_steps=3)),
+        ),
+        (FLOW_LCM, Scheduler(FlowMatchingConfig(shift=3.0), SamplerConfig(name="lcm", steps=4, solver_steps=1000))),
     ],
 )
 def test_published_schedulers_of_betas_are_read_and_written(tmp_path, mapping, expected):
@@ -143,6 +167,15 @@ def test_published_schedulers_of_betas_are_read_and_written(tmp_path, mapping, e
         (UNIPC_FLOW | {"final_sigmas_type": "sigma_min"}, "final_sigmas_type='sigma_min', not 'zero'"),
         (UNIPC_FLOW | {"num_train_timesteps": 500}, "num_train_timesteps=500, not 1000"),
         (UNIPC_FLOW | {"new_key": 3}, "new_key=3"),
+        (
+            LCM | {"clip_sample": True, "thresholding": True},
+            "clip_sample=True, not False; thresholding=True, not False",
+        ),
+        (LCM | {"trained_betas": [0.1, 0.2]}, "trained_betas="),
+        (LCM | {"prediction_type": "sample"}, "prediction_type='sample', not 'epsilon' or 'v_prediction'"),
+        (LCM | {"new_key": 3}, "new_key=3"),
+        (FLOW_LCM | {"scale_factors": [0.5, 1.0]}, r"scale_factors=\[0.5, 1.0\], not None"),
+        (FLOW_LCM | {"invert_sigmas": True}, "invert_sigmas=True"),
     ],
 )
 def test_settings_of_betas_that_samplers_do_not_follow_are_refused_by_name(tmp_path, mapping, message):

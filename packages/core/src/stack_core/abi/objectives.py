@@ -29,9 +29,9 @@ class Objective(ABC):
         policy gradient is hard to interpret. Names without a metric in a batch are skipped.
       rate_metrics: names of metrics that are amounts of a step, to display per second after `shown_metrics`.
       auxiliary_models: other models that the objective calls, passed as keyword arguments by name. A string is the
-        source of a frozen model: "init", the trained model before the first step, or "run:DIRECTORY". A function
-        `build(model_config, *, key)` returns a new model that is trained, an `nnx.Module` whose variables are all
-        `nnx.Param`; parameters to be split over a mesh have the metadata `logical_axes`.
+        source of a frozen model: "init", the trained model before the first step, "average", its averaged weights, or
+        "run:DIRECTORY". A function `build(model_config, *, key)` returns a new model that is trained, an `nnx.Module`
+        of `nnx.Param`s only; parameters to be split over a mesh have the metadata `logical_axes`.
     """
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType({})

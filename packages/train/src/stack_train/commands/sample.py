@@ -40,7 +40,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     grid: str | None = None,
     out: Path | None = None,
     sampler: SamplerName | None = None,
-    steps: int = 50,
+    steps: int | None = None,
     spacing: Spacing | None = None,
     eta: float = 0.0,
     guidance: float | None = None,
@@ -55,7 +55,8 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     """Sample images or videos: stack sample RUN --label 3 --out grid.png, stack sample hf:DIR --prompt "a red cat"
 
     Args:
-      model: directory of a run with the objective flow_matching, epsilon or v, or hf:DIR, a diffusers directory.
+      model: directory of a run of a denoiser, by flow_matching, epsilon, v or post-training of them, or hf:DIR, a
+        diffusers directory.
       prompt: text prompt of the images; may be repeated, and the columns then alternate between the prompts. More
         prompts than columns fill the grid row by row.
       negative_prompt: prompt for the unwanted contents of the images; acts through guidance.
@@ -74,8 +75,9 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       grid: rows x columns of images; by default 8x8, or one image per prompt.
       out: PNG file to write, or for videos a GIF or WebP file, or the name of PNG files of all frames; by default a
         file in the run's directory that its report displays, or image.png or video.gif.
-      sampler: numerical method that integrates from noise to images; by default the directory's scheduler, or euler.
-      steps: number of sampling steps.
+      sampler: numerical method that integrates from noise to images; by default the directory's scheduler,
+        lcm for a run of consistency_distill, or euler.
+      steps: number of sampling steps, by default 4 of lcm and 50 of others.
       spacing: spacing of the timesteps in a schedule of betas, by default the directory's, or linspace; for
         flow_matching, linspace ends at the lowest of 1000 times, the default of Stable Diffusion 3.
       eta: fraction of fresh noise in each ddim step.
@@ -103,8 +105,9 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     from stack_train.run.config import saved_config
 
     given = {"name": sampler, "spacing": spacing, "guidance": guidance, "low_noise_guidance": low_noise_guidance}
+    given |= {"steps": steps}
     given = {name: value for name, value in given.items() if value is not None}
-    given |= {"steps": steps, "eta": eta, "guidance_rescale": guidance_rescale}
+    given |= {"eta": eta, "guidance_rescale": guidance_rescale}
     if strength is not None:
         given["strength"] = strength
     # Checked before the model is read; the directory's scheduler may add settings.

@@ -12,7 +12,7 @@ from stack_core.chips.targets import Target
 from stack_core.programs.flops import Flops, model_flops_per_call
 from stack_train.diffusion.denoiser import Images, ImagesConfig, condition_of, image_tokens, positive
 from stack_train.diffusion.latents import initial_noise, sample_latents, sampling_table
-from stack_train.diffusion.objectives import Denoises
+from stack_train.diffusion.objectives import Denoises, denoising_of
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.run.checks import check_sections
 from stack_train.run.compilation import StepReport, report_of
@@ -36,7 +36,7 @@ class SamplingProgram:
     """
 
     def __init__(self, program: Program, sampler: SamplerConfig, batch: Mapping[str, Any]) -> None:
-        objective: Any = program.step.objective
+        objective: Any = denoising_of(program.step.objective)
         if not isinstance(objective, Denoises) or not isinstance(program.step.model.config, ImagesConfig):
             raise ConfigError(
                 f"Family {program.step.model.family.name!r} with this objective makes no images. Leave --sample out; "

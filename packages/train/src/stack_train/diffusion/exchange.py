@@ -35,7 +35,7 @@ from stack_train.diffusion import (
 )
 from stack_train.diffusion.components import Component, load_component, save_component
 from stack_train.diffusion.denoiser import VideosConfig
-from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig, denoising_of
+from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig, denoising_of, sampler_of
 from stack_train.diffusion.pipeline import INDEX, Pipeline, open_encoders, open_pipeline, save_pipeline
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.diffusion.two_denoisers import TwoDenoisers
@@ -166,7 +166,8 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
             raise ConversionError(
                 f"{run} trains by {objective.name}; a {encoders.pipeline.name} samples models of {names}."
             )
-        save_pipeline(directory, Pipeline(config, model, encoders, objective, encoders.pipeline.sampler))
+        sampler = sampler_of(saved.objective, encoders.pipeline.sampler)
+        save_pipeline(directory, Pipeline(config, model, encoders, objective, sampler))
     else:
         if component in [module.COMPONENT for module in _AUTOENCODERS]:
             config = _normalized(model, config, saved)

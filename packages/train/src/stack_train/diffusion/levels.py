@@ -12,14 +12,15 @@ from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.denoiser import TIMESTEPS
 from stack_train.diffusion.noise import FlowConfig, NoiseConfig
 
-__all__ = ["Levels", "SigmaSpacing", "flow_levels", "schedule_levels"]
+__all__ = ["Levels", "SigmaSpacing", "boundary_scales", "flow_levels", "schedule_levels", "solver_timesteps"]
 
 SigmaSpacing: TypeAlias = Literal["karras", "exponential", "beta", "lu"]
 
 _RHO = 7.0  # of Karras et al.
 _BETA = 0.6  # both parameters of the beta distribution (Lee et al., 2024, arXiv:2407.12173)
 _FROM_NOISE = 1e-6  # distance of unipc's first time from pure noise
-_INTEGER = ("ddim", "plms")  # samplers that step between integer timesteps of the schedule
+_INTEGER = ("ddim", "plms", "lcm")  # samplers that step between integer timesteps of the schedule
+_SIGMA_DATA = 0.5  # standard deviation of the data in the boundary condition, fixed in LCM
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,29 @@ class Levels:
         return Levels(**found, start=self.start)
 
 
+def solver_timesteps(schedule: NoiseConfig, solver_steps: int) -> np.ndarray:
+    """Returns the timesteps that consistency distillation visits, int64[solver_steps] in ascending order."""
+    return np.arange(1, solver_steps + 1) * (schedule.steps // solver_steps) - 1
+
+
+def boundary_scales(timesteps: Any, scaling: float) -> tuple[Any, Any]:
+    """Returns c_skip and c_out of a consistency function c_skip x + c_out d, which is x at the timestep 0.
+
+        c_skip = s^2 / ((k t)^2 + s^2),  c_out = k t / sqrt((k t)^2 + s^2)
+
+    with k = `scaling` and s = 0.5. Source: Luo et al., LCM, 2023 (arXiv:2310.04378), appendix.
+    """
+    scaled = scaling * timesteps
+    return _SIGMA_DATA**2 / (scaled**2 + _SIGMA_DATA**2), scaled / np.sqrt(scaled**2 + _SIGMA_DATA**2)
+
+
 def flow_levels(schedule: FlowConfig, sampler: Any) -> Levels:
-    """Returns the levels of a flow for a `SamplerConfig`."""
+    """Returns the levels of a flow for a `SamplerConfig`.
+
+    Raises:
+      ConfigError: lcm has more steps than its solver.
+    """
+    _check_solver(sampler)
     last = 1.0 / sampler.steps
     if sampler.spacing == "linspace":
         last = schedule.lowest_time or schedule.shifted(1.0 / TIMESTEPS)
@@ -78,8 +100,9 @@ def schedule_levels(schedule: NoiseConfig, sampler: Any) -> Levels:
     """Returns the levels of a schedule of betas for a `SamplerConfig`.
 
     Raises:
-      ConfigError: the schedule has fewer steps.
+      ConfigError: the schedule has fewer steps, or lcm has more steps than its solver.
     """
+    _check_solver(sampler)
     steps, integer = sampler.steps, sampler.name in _INTEGER
     # Multistep samplers divide the schedule into one more step, and leave the last one out.
     multistep = _is_multistep(sampler)
@@ -89,6 +112,8 @@ def schedule_levels(schedule: NoiseConfig, sampler: Any) -> Levels:
     if not alphas[-1] and not integer:
         alphas[-1] = 2.0**-12  # as in diffusers, where other samplers would divide by zero
         sigmas[-1] = np.sqrt(1.0 - alphas[-1] ** 2)
+    if sampler.name == "lcm":
+        return _lcm_levels(schedule, sampler, alphas, sigmas)
     timesteps = _timesteps(schedule, sampler)
     if integer:
         return _integer_levels(schedule, sampler, timesteps, alphas, sigmas)
@@ -151,6 +176,28 @@ def _integer_levels(
     next_sigmas = np.where(after < 0, final_sigma, sigmas[after.clip(0)])
     levels = alphas[places], sigmas[places], next_alphas, next_sigmas
     return Levels(timesteps, *levels, alphas[places], next_alphas)
+
+
+def _check_solver(sampler: Any) -> None:
+    """Raises a ConfigError if lcm has more steps than the solver has timesteps."""
+    if sampler.name == "lcm" and sampler.steps > sampler.solver_steps:
+        raise ConfigError(
+            f"steps={sampler.steps} is more than solver_steps={sampler.solver_steps}, the timesteps that the model was "
+            "distilled on, of which lcm takes a part. Take fewer steps, such as 4."
+        )
+
+
+def _lcm_levels(schedule: NoiseConfig, sampler: Any, alphas: np.ndarray, sigmas: np.ndarray) -> Levels:
+    """Returns the levels of equally spaced indices into the timesteps of the solver, from its last one."""
+    if sampler.solver_steps > schedule.steps:
+        raise ConfigError(
+            f"solver_steps={sampler.solver_steps} is more than the {schedule.steps} of the noise schedule. Reduce it."
+        )
+    indices = np.floor(np.linspace(0, sampler.solver_steps, sampler.steps, endpoint=False)).astype(np.int64)
+    places = solver_timesteps(schedule, sampler.solver_steps)[::-1][indices]
+    next_alphas, next_sigmas = np.append(alphas[places[1:]], 1.0), np.append(sigmas[places[1:]], 0.0)
+    levels = alphas[places], sigmas[places], next_alphas, next_sigmas
+    return Levels(places.astype(np.float64), *levels, alphas[places], next_alphas)
 
 
 def _spaced(sampler: Any, first: float, last: float) -> np.ndarray:

@@ -16,8 +16,17 @@ from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.objectives import Objective
 from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens, positive
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig, Prediction, Schedule
+from stack_train.diffusion.samplers import SamplerConfig
 
-__all__ = ["Denoises", "EpsilonConfig", "FlowMatchingConfig", "VConfig", "denoising_of"]
+__all__ = [
+    "Denoises",
+    "DenoisingConfig",
+    "EpsilonConfig",
+    "FlowMatchingConfig",
+    "VConfig",
+    "denoising_of",
+    "sampler_of",
+]
 
 _IMAGES, _WEIGHTS = "images", "weights"
 _NOISE, _LEVEL, _DROPOUT = 0, 1, 2  # streams of the objective's key
@@ -38,6 +47,11 @@ class Denoises(Protocol):
 def denoising_of(objective: Any) -> Any:
     """Returns an objective, or its field `denoising`, which defines the denoiser's prediction in post-training."""
     return getattr(objective, "denoising", objective)
+
+
+def sampler_of(objective: Any, default: SamplerConfig | None = None) -> SamplerConfig:
+    """Returns the sampler that an objective trains for, its property `sampler`; `default` for other objectives."""
+    return getattr(objective, "sampler", default or SamplerConfig())
 
 
 @config

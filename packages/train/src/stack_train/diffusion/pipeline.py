@@ -258,7 +258,9 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None, denoiser: 
         each.config = config
         each.eval()
     scheduler = read_scheduler(directory / "scheduler")
-    sampler = replace(scheduler.sampler, guidance=pipeline.guidance)
+    # A student of consistency distillation has learned the guidance.
+    guidance = 1.0 if scheduler.sampler.name == "lcm" else pipeline.guidance
+    sampler = replace(scheduler.sampler, guidance=guidance)
     if pipeline.flows and sampler.name != "unipc":  # the spacing is a property of diffusers' pipeline
         sampler = replace(sampler, spacing=pipeline.sampler.spacing)
     model = model if boundary is None else TwoDenoisers(*denoisers, boundary=boundary)

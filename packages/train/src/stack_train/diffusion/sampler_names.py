@@ -15,5 +15,6 @@ SamplerName: TypeAlias = Literal[
     "dpmpp_2m_sde",
     "dpmpp_3m_sde",
     "unipc",
+    "lcm",
 ]
 Spacing: TypeAlias = Literal["leading", "trailing", "linspace"]

@@ -14,7 +14,7 @@ and if alpha = 1 - sigma it is the step of a flow, x + (sigma' - sigma) m.
 
 Sources: Song et al., DDIM, 2020 (arXiv:2010.02502); Liu et al., PNDM, 2022 (arXiv:2202.09778); Karras et al., EDM, 2022
 (arXiv:2206.00364), for Euler and Heun; Lu et al., DPM-Solver++, 2022 (arXiv:2211.01095); Zhao et al., UniPC, 2023
-(arXiv:2302.04867).
+(arXiv:2302.04867); Luo et al., LCM, 2023 (arXiv:2310.04378).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +30,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from stack_core.abi.config import changed_fields, config, parse, to_mapping
 from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.denoiser import Condition, Denoiser, Images, Predicted, positive
-from stack_train.diffusion.levels import Levels, SigmaSpacing, flow_levels, schedule_levels
+from stack_train.diffusion.levels import Levels, SigmaSpacing, boundary_scales, flow_levels, schedule_levels
 from stack_train.diffusion.noise import FlowConfig, Prediction, Schedule
 from stack_train.diffusion.sampler_names import SamplerName, Spacing
 
 __all__ = [
     "FIXED_COLUMNS",
+    "LCM_STEPS",
     "Inpainting",
     "SamplerConfig",
     "Table",
@@ -44,10 +45,14 @@ __all__ = [
     "levels_of",
     "sample",
     "table_of",
+    "transfer_coefficients",
 ]
 
 _DPMPP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
+_DISTILLED = ("solver_steps", "timestep_scaling")  # no other sampler reads these
 _FEW_STEPS = 15  # with fewer steps DPM-Solver++ ends with lower orders
+LCM_STEPS = 4
+"""Default number of steps of lcm, as in diffusers."""
 FIXED_COLUMNS = 5
 """Number of columns of a table before the coefficients of the history."""
 
@@ -61,12 +66,14 @@ class SamplerConfig:
         noise as DDPM; "heun" corrects each step by a second call of the denoiser; "plms" extrapolates the noise from
         up to four steps; "dpmpp_2m" and "dpmpp_3m" are DPM-Solver++, which extrapolates the image from two or three
         steps, and with "_sde" adds noise; "unipc" extrapolates it from two, and corrects each step by the next
-        prediction.
+        prediction; "lcm" jumps to the image and adds new noise up to the next level, for models that
+        `consistency_distill` trained.
       steps: number of steps from noise to image.
       spacing: spacing of the steps of a discrete schedule: integer strides from its first step ("leading", the default
         and only spacing of plms) or its last step ("trailing"), or equal distances ("linspace", the default). The times
         of a flow are 1, ..., 1 / steps, or, with "linspace", end at the lowest time of 1000, as in Stable Diffusion 3.
-        unipc divides a flow down to that time into one more step, and leaves the last one out.
+        unipc divides a flow down to that time into one more step, and leaves the last one out. lcm divides the
+        timesteps of its solver equally.
       steps_offset: added to the timesteps of leading spacing.
       sigmas: spacing of the noise levels instead of the timesteps, between the same first and last level: "karras",
         "exponential", "beta", or, with dpmpp samplers, "lu".
@@ -78,6 +85,8 @@ class SamplerConfig:
       correction: form of the second-order term of DPM-Solver++.
       lower_order_final: DPM-Solver++ of fewer than 15 steps ends with lower orders, which is more stable; unipc always.
       euler_at_final: DPM-Solver++ ends with an Euler step also if `final` is "min".
+      solver_steps: number of timesteps in the distillation of a model; lcm visits `steps` of these.
+      timestep_scaling: factor of the timestep in the boundary condition of lcm, see `boundary_scales`; flows have none.
       guidance: w in m = m_none + w (m_condition - m_none); 1 evaluates only the conditional prediction.
       low_noise_guidance: w of the denoiser of low noise, for models of two denoisers (Wan 2.2); None is `guidance`.
       guidance_rescale: fraction by which the standard deviation added by guidance is reduced.
@@ -99,6 +108,8 @@ class SamplerConfig:
     correction: Literal["midpoint", "heun"] = "midpoint"
     lower_order_final: bool = True
     euler_at_final: bool = False
+    solver_steps: PositiveInt = 50
+    timestep_scaling: PositiveFloat = 10.0
     guidance: NonNegativeFloat = 1.0
     low_noise_guidance: NonNegativeFloat | None = None
     guidance_rescale: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -118,13 +129,19 @@ class SamplerConfig:
             )
         self._check_levels()
         multistep = ("correction", "euler_at_final", *(() if self.name == "unipc" else ("lower_order_final",)))
-        if self.name not in _DPMPP and (unused := changed_fields(self, multistep)):
+        unused = [] if self.name in _DPMPP else changed_fields(self, multistep)
+        unused += [] if self.name == "lcm" else changed_fields(self, _DISTILLED)
+        if unused:
             raise ConfigError(f"{' and '.join(unused)} would have no effect on {self.name}. Leave it out.")
 
     def _check_levels(self) -> None:
         """Checks the settings of noise levels."""
         if self.name == "plms" and self.spacing not in (None, "leading"):
             raise ConfigError(f"spacing={self.spacing!r}: plms steps by equal numbers of timesteps. Set it to leading.")
+        if self.name == "lcm" and self.spacing not in (None, "linspace"):
+            raise ConfigError(
+                f"spacing={self.spacing!r}: lcm divides the timesteps of its solver equally. Leave it out."
+            )
         if not self.skipped_steps < self.steps:
             raise ConfigError(f"strength={self.strength} of {self.steps} steps is no step. Increase either.")
         if self.steps_offset and self.spacing != "leading":
@@ -140,7 +157,7 @@ class SamplerConfig:
 
     def _check_end(self) -> None:
         """Checks the settings of the last noise levels."""
-        if self.final == "min" and self.name in ("heun", "euler_ancestral"):
+        if self.final == "min" and self.name in ("heun", "euler_ancestral", "lcm"):
             raise ConfigError(f"final='min': {self.name} always ends without noise. Leave it out.")
         if self.final == "min" and self.name == "unipc" and self.sigmas:
             raise ConfigError(f"final='min': unipc ends at the last level of sigmas={self.sigmas!r}. Leave it out.")
@@ -150,14 +167,18 @@ class SamplerConfig:
     def changed(self, settings: Mapping[str, Any]) -> "SamplerConfig":
         """Returns a copy with some settings changed; another sampler keeps only the spacing, as in diffusers.
 
+        lcm has a spacing of its own, and takes `LCM_STEPS` steps unless `settings` has another number.
+
         Raises:
           ConfigError: the settings do not fit each other.
         """
         current = dict(to_mapping(self))
         if settings.get("name", self.name) != self.name:
-            current = {name: current[name] for name in ("spacing", "steps_offset", "guidance")}
+            kept = {name: current[name] for name in ("spacing", "steps_offset")}
+            current = {"guidance": current["guidance"]}
+            current |= {"steps": LCM_STEPS} if settings["name"] == "lcm" else kept
         if settings.get("spacing", "leading") != "leading":
-            current.pop("steps_offset")
+            current.pop("steps_offset", None)
         return parse(SamplerConfig, {**current, **settings}, path="sampler")
 
     @property
@@ -206,10 +227,17 @@ def levels_of(schedule: Schedule, sampler: SamplerConfig) -> Levels:
                 f"name={sampler.name!r} and final={sampler.final!r}: plms and a last level above 0 are for schedules "
                 "of betas; this model was trained by flow matching. Take euler, heun or dpmpp_2m."
             )
+        if changed_fields(sampler, ("timestep_scaling",)):
+            raise ConfigError(
+                f"timestep_scaling={sampler.timestep_scaling} is for schedules of betas. The velocity of a flow leads "
+                "to the image itself at time 0. Leave it out."
+            )
         if sampler.name == "unipc" and sampler.sigmas is not None:
             raise ConfigError(f"sigmas={sampler.sigmas!r}: unipc divides a flow into equal times. Leave it out.")
         # diffusers rounds the number of skipped steps down for flows, and the number of steps otherwise.
         return flow_levels(schedule, sampler).since(int(sampler.steps - sampler.steps * sampler.strength))
+    if sampler.name == "lcm" and sampler.sigmas is not None:
+        raise ConfigError(f"sigmas={sampler.sigmas!r}: lcm takes timesteps of its solver. Leave it out.")
     if sampler.terminal is not None:
         raise ConfigError(f"terminal={sampler.terminal} is the last time of a flow; the model has a schedule of betas.")
     return schedule_levels(schedule, sampler).since(sampler.skipped_steps)
@@ -244,28 +272,28 @@ def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Pred
         expected = image_coefficients(prediction, levels.alphas[level], levels.sigmas[level])
         return [levels.timesteps[level], *expected, a, noise, *b]
 
-    euler = row(step, *_euler(levels, step))
+    coefficients, noise = [*_euler(levels, step)], 0.0
     # A step that ends without noise is Euler's, which is exact; corrections would divide by zero.
     ends = not levels.next_sigmas[step]
     match sampler.name:
         case "heun" if not ends:
-            return [euler, row(step + 1, 1.0, *_heun_correction(levels, step))]
+            return [row(step, *coefficients), row(step + 1, 1.0, *_heun_correction(levels, step))]
         case "ddim" if sampler.eta and not ends:
             *coefficients, noise = _ddim(levels, step, sampler.eta)
-            return [row(step, *coefficients, noise=noise)]
         case "euler_ancestral" if not ends:
             *coefficients, noise = _ancestral(levels, step)
-            return [row(step, *coefficients, noise=noise)]
         case "dpmpp_2m" | "dpmpp_3m" | "dpmpp_2m_sde" | "dpmpp_3m_sde" if not ends:
             a, b, noise = _dpmpp(sampler, levels, step)
-            return [row(step, a, *b, noise=noise)]
+            coefficients = [a, *b]
         case "unipc" if not ends:
             a, b = _unipc(sampler, levels, step)
-            return [row(step, a, *b)]
-    return [euler]
+            coefficients = [a, *b]
+        case "lcm":
+            *coefficients, noise = _lcm(sampler, levels, step, prediction)
+    return [row(step, *coefficients, noise=noise)]
 
 
-def image_coefficients(prediction: Prediction, alpha: float, sigma: float) -> tuple[float, float]:
+def image_coefficients(prediction: Prediction, alpha: Any, sigma: Any) -> tuple[Any, Any]:
     """Returns p and q of the image d = p x + q m, for x = alpha d + sigma e."""
     match prediction:
         case "epsilon":
@@ -393,6 +421,14 @@ def _unipc_step(sampler: SamplerConfig, levels: Levels, step: int) -> tuple[np.n
     return corrected, predicted
 
 
+def _lcm(sampler: SamplerConfig, levels: Levels, step: int, prediction: Prediction) -> tuple[float, float, float]:
+    """Returns a, b and n: the consistency function c_skip x + c_out d, with noise of the next level."""
+    # The image of a flow, x - sigma v, is x at time 0 without a boundary condition.
+    is_flow = prediction == "flow"
+    skip, out = (0.0, 1.0) if is_flow else boundary_scales(levels.timesteps[step], sampler.timestep_scaling)
+    return levels.next_alphas[step] * skip, levels.next_alphas[step] * out, levels.next_sigmas[step]
+
+
 def _plms(levels: Levels, prediction: Prediction) -> list[list[float]]:
     """Lists the rows of PLMS, whose history consists of predictions: p = 0 and q = 1.
 
@@ -402,7 +438,7 @@ def _plms(levels: Levels, prediction: Prediction) -> list[list[float]]:
 
     def row(level: int, timestep: float, *weights: float) -> list[float]:
         now = levels.alphas[level], levels.sigmas[level], levels.next_alphas[level], levels.next_sigmas[level]
-        a, b = _transfer(prediction, *now)
+        a, b = transfer_coefficients(prediction, *now)
         return [timestep, 0.0, 1.0, a, 0.0, *(b * weight for weight in weights)]
 
     timesteps = levels.timesteps
@@ -421,9 +457,9 @@ def _plms(levels: Levels, prediction: Prediction) -> list[list[float]]:
     return [first, again, *following]
 
 
-def _transfer(
-    prediction: Prediction, alpha: float, sigma: float, next_alpha: float, next_sigma: float
-) -> tuple[float, float]:
+def transfer_coefficients(
+    prediction: Prediction, alpha: Any, sigma: Any, next_alpha: Any, next_sigma: Any
+) -> tuple[Any, Any]:
     """Returns a and b of DDIM's step, with a prediction in the place of the image."""
     ratio = next_sigma / sigma
     to_image = next_alpha - alpha * ratio
@@ -498,7 +534,7 @@ def guided(
     condition: Condition,
     *,
     images: int,
-    guidance: float | Float[Array, "images 1 1 1"] | Callable[[Array], Array],
+    guidance: float | Float[Array, "images ..."] | Callable[[Array], Array],
     rescale: float = 0.0,
 ) -> Callable[..., Predicted]:
     """Returns the guided prediction for a number of images with `condition`, for `sample`; see `SamplerConfig`.

@@ -29,7 +29,7 @@ from stack_train.diffusion.denoiser import (
 from stack_train.diffusion.latents import Begun, initial_noise, sample_latents, sampling_table
 from stack_train.diffusion.lora import merge_lora
 from stack_train.diffusion.ltx import FRAME_RATE
-from stack_train.diffusion.objectives import Denoises, denoising_of
+from stack_train.diffusion.objectives import Denoises, denoising_of, sampler_of
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
 from stack_train.diffusion.samplers import SamplerConfig, Table
 from stack_train.diffusion.starts import (
@@ -57,7 +57,7 @@ class ImageSampler:
       objective: objective of its training.
       step: number of training steps; None for a diffusers directory.
       encoders: encoders of prompts and latents; None for a model of pixels.
-      sampler: settings of the directory's scheduler, or the defaults.
+      sampler: settings of the directory's scheduler, or the defaults of the run's objective.
       size: height and width of the denoiser's input; None is the square of the config.
       frames: number of frames of the denoiser's input; None is the number of the config of a model of videos.
     """
@@ -398,4 +398,4 @@ def open_run(directory: Path) -> ImageSampler:
         encoders.check(config.model)
     model, step = read_model(directory, config)
     model.eval()
-    return ImageSampler(model, config.model, objective, step, encoders)
+    return ImageSampler(model, config.model, objective, step, encoders, sampler_of(config.objective))

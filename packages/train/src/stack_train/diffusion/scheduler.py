@@ -15,13 +15,15 @@ from stack_core.abi.errors import ConfigError, ConversionError
 from stack_train.diffusion.denoiser import TIMESTEPS
 from stack_train.diffusion.noise import DynamicShift, NoiseConfig
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig
-from stack_train.diffusion.samplers import SamplerConfig
+from stack_train.diffusion.samplers import LCM_STEPS, SamplerConfig
 from stack_train.models.reader import Reader, Setting
 
 __all__ = ["Scheduler", "read_scheduler", "scheduler_class", "write_scheduler"]
 
 _FILE = "scheduler_config.json"
 _FLOW, _UNIPC = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"
+_LCM, _FLOW_LCM = "LCMScheduler", "FlowMatchLCMScheduler"
+_FLOWS = {_FLOW: "euler", _FLOW_LCM: "lcm"}
 _DYNAMIC = (
     Setting("base_shift", ("base_shift",), 0.5),
     Setting("max_shift", ("max_shift",), 1.15),
@@ -47,6 +49,7 @@ _SAMPLERS = {
     "HeunDiscreteScheduler": "heun",
     "DPMSolverMultistepScheduler": "dpmpp_2m",
     _UNIPC: "unipc",
+    _LCM: "lcm",
 }
 _COMMON = {
     *("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type"),
@@ -66,6 +69,9 @@ _OWN = {
     _UNIPC: {"solver_order", "solver_type", "lower_order_final", "predict_x0", "disable_corrector", "solver_p"}
     | {"use_flow_sigmas", "flow_shift", "shift_terminal", "final_sigmas_type", "sigma_min", "sigma_max"}
     | {"rescale_betas_zero_snr", "use_dynamic_shifting", "time_shift_type", *_SPACINGS, *_THRESHOLDS},
+    _LCM: {"original_inference_steps", "timestep_scaling", "clip_sample", "clip_sample_range", "set_alpha_to_one"}
+    | {"rescale_betas_zero_snr"}
+    | _THRESHOLDS,
 }
 """Keys of each class, in addition to `_COMMON`."""
 
@@ -92,13 +98,13 @@ def read_scheduler(directory: Path) -> Scheduler:
         name = mapping.get("_class_name")
     except (OSError, ValueError, AttributeError) as error:
         raise ConversionError(f"{path} cannot be read: {error}. It has the noise schedule of the denoiser.") from error
-    if name != _FLOW and name not in _SAMPLERS:
-        raise ConversionError(f"{path} is a {name}; {', '.join((_FLOW, *_SAMPLERS))} are read.")
+    if name not in _FLOWS and name not in _SAMPLERS:
+        raise ConversionError(f"{path} is a {name}; {', '.join((*_FLOWS, *_SAMPLERS))} are read.")
     reader = Reader(mapping)
     if name == _UNIPC and mapping.get("use_flow_sigmas"):
         objective, settings, sampler = _read_unipc_flow(reader)
     else:
-        objective, settings, sampler = _read_flow(reader) if name == _FLOW else _read_discrete(reader, name)
+        objective, settings, sampler = _read_flow(reader, name) if name in _FLOWS else _read_discrete(reader, name)
     if wrong := [*reader.problems, *reader.unread()]:
         raise ConversionError(
             f"{path} has settings that the samplers here do not follow: {'; '.join(wrong)}. The images would be others "
@@ -110,13 +116,19 @@ def read_scheduler(directory: Path) -> Scheduler:
         raise ConversionError(f"{path} has no valid schedule: {error}") from error
 
 
-def _read_flow(reader: Reader) -> tuple[type[Objective], dict[str, Any], dict[str, Any]]:
+def _read_flow(reader: Reader, name: str) -> tuple[type[Objective], dict[str, Any], dict[str, Any]]:
     reader.expect("num_train_timesteps", int(TIMESTEPS))
     shift = reader.get("shift", default=1.0)
     dynamic = {setting.ours: reader.get(*setting.names, default=setting.default) for setting in _DYNAMIC}
     if reader.get("use_dynamic_shifting"):  # in this mode diffusers ignores `shift`, and otherwise the remaining keys
         shift = dynamic
     sampler = {"sigmas": _sigmas(reader, _SPACINGS), "terminal": reader.get("shift_terminal") or None}
+    sampler["name"] = _FLOWS[name]
+    if name == _FLOW_LCM:
+        reader.expect("scale_factors", None)
+        reader.get("upscale_mode")  # read only with the former
+        # diffusers bounds the steps of flows only by the number of timesteps.
+        sampler |= {"steps": LCM_STEPS, "solver_steps": int(TIMESTEPS)}
     return FlowMatchingConfig, {"shift": shift}, sampler
 
 
@@ -137,8 +149,9 @@ def _read_unipc_flow(reader: Reader) -> tuple[type[Objective], dict[str, Any], d
 def _read_discrete(reader: Reader, name: str) -> tuple[type[Objective], dict[str, Any], dict[str, Any]]:
     own = _COMMON | _OWN[name]
     reader.get(*(set().union(*_OWN.values()) - own))  # ignored as in diffusers
-    first, last = (0.00085, 0.012) if name == "HeunDiscreteScheduler" else (0.0001, 0.02)
-    betas = _choice(reader, "beta_schedule", "linear", _BETAS)
+    is_scaled = name == _LCM
+    first, last = (0.00085, 0.012) if is_scaled or name == "HeunDiscreteScheduler" else (0.0001, 0.02)
+    betas = _choice(reader, "beta_schedule", "scaled_linear" if is_scaled else "linear", _BETAS)
     ends = {
         "beta_start": reader.get("beta_start", default=first),
         "beta_end": reader.get("beta_end", default=last),
@@ -148,9 +161,13 @@ def _read_discrete(reader: Reader, name: str) -> tuple[type[Objective], dict[str
     if "rescale_betas_zero_snr" in own:
         noise["zero_snr"] = bool(reader.get("rescale_betas_zero_snr", default=False))
     objective = _choice(reader, "prediction_type", "epsilon", {"epsilon": EpsilonConfig, "v_prediction": VConfig})
-    whole = "set_alpha_to_one" in own
+    whole = "set_alpha_to_one" in own and name != _LCM
     spacing = reader.get("timestep_spacing", default="leading" if whole else "linspace")
     offset = reader.get("steps_offset", default=0)
+    if name == _LCM:
+        # As in diffusers, its steps depend only on the solver, and it ends without noise.
+        reader.get("set_alpha_to_one")
+        spacing = None
     sampler = {"name": _SAMPLERS[name], "spacing": spacing, "steps_offset": offset if spacing == "leading" else 0}
     if whole:
         to_one = reader.get("set_alpha_to_one", default=name == "DDIMScheduler")
@@ -226,7 +243,17 @@ def _read_unipc(reader: Reader, sampler: Mapping[str, Any]) -> dict[str, Any]:
     return found | (bounds if sampler["sigmas"] else {})
 
 
+def _read_lcm(reader: Reader, sampler: Mapping[str, Any]) -> dict[str, Any]:
+    solver_steps = reader.get("original_inference_steps", default=50)
+    return {
+        "steps": min(LCM_STEPS, solver_steps) if isinstance(solver_steps, int) else LCM_STEPS,
+        "solver_steps": solver_steps,
+        "timestep_scaling": reader.get("timestep_scaling", default=10.0),
+    }
+
+
 _OTHERS = {
+    _LCM: _read_lcm,
     _UNIPC: _read_unipc,
     "PNDMScheduler": _read_pndm,
     "EulerDiscreteScheduler": _read_euler,
@@ -252,7 +279,7 @@ def scheduler_class(scheduler: Scheduler) -> str:
     """Returns the class of diffusers that samples alike."""
     name = scheduler.sampler.name
     if isinstance(scheduler.objective, FlowMatchingConfig):
-        return _UNIPC if name == "unipc" else _FLOW
+        return {"unipc": _UNIPC, "lcm": _FLOW_LCM}.get(name, _FLOW)
     return next((each for each, ours in _SAMPLERS.items() if ours == name), "DPMSolverMultistepScheduler")
 
 
@@ -311,6 +338,8 @@ def _write_discrete(scheduler: Scheduler, name: str) -> dict[str, Any]:
         "solver_type": "bh2" if name == _UNIPC else sampler.correction,
         "lower_order_final": sampler.lower_order_final,
         "euler_at_final": sampler.euler_at_final,
+        "original_inference_steps": sampler.solver_steps,
+        "timestep_scaling": sampler.timestep_scaling,
         **{key: True for key, ours in (_SPACINGS | _LU).items() if ours == sampler.sigmas},
     }
     return {key: value for key, value in settings.items() if key in own}

@@ -65,6 +65,11 @@ def check_sections(config: RunConfig) -> None:
             "Section controlnet trains on a frozen UNet, whose weights come from run.init_from. Set it to a run, such "
             "as the result of stack convert."
         )
+    if getattr(objective, "needs_start", False) and config.run.init_from is None:
+        raise ConfigError(
+            f"objective.name={config.objective.name!r} distills the model that the run starts from, and run.init_from "
+            "is not set. Set it to the run of the teacher."
+        )
     if config.run.minutes is not None and config.cluster.hosts is not None:
         raise ConfigError(
             "run.minutes limits one session, and cluster.hosts may start several. Leave run.minutes out, and stop the "

@@ -20,7 +20,7 @@ from stack_train.objectives import as_objective
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import holds_codes, stored_model
 from stack_train.run.transforms import transform_names, transform_of
-from stack_train.step.auxiliary import INIT
+from stack_train.step.auxiliary import AVERAGE, INIT
 from stack_train.step.program import Program
 from stack_train.step.replicas import REPLICA
 from stack_train.step.staged import is_in_layers
@@ -183,11 +183,12 @@ def _is_axes(node: Any) -> bool:
 
 
 def _check_source(name: str, source: Any) -> None:
-    """Raises a ConfigError if the source of a frozen auxiliary model is neither "init" nor "run:DIRECTORY"."""
-    if isinstance(source, str) and source != INIT and not (source.startswith("run:") and source != "run:"):
+    """Raises a ConfigError if the source of a frozen auxiliary model is none of "init", "average", "run:DIRECTORY"."""
+    is_run = isinstance(source, str) and source.startswith("run:") and source != "run:"
+    if isinstance(source, str) and source not in (INIT, AVERAGE) and not is_run:
         raise ConfigError(
             f"The objective's model {name!r} comes from {source!r}; expected 'init', the model before the first step, "
-            "or 'run:DIRECTORY'."
+            "'average', its averaged weights, or 'run:DIRECTORY'."
         )
 
 

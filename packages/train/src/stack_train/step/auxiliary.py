@@ -19,10 +19,16 @@ from stack_train.step.precision import Precision, apply_updates, widen, widen_op
 from stack_train.step.state import AuxiliaryState
 from stack_train.variables.model_variables import Kind, ModelVariables, Path, Tree, cast_variables, join, values_of
 
-__all__ = ["INIT", "AuxiliaryModel", "auxiliary_models", "trained_model"]
+__all__ = ["AVERAGE", "INIT", "AuxiliaryModel", "auxiliary_models", "trained_model"]
 
 INIT: Final = "init"
 """Source of a frozen copy of the trained model at the start of training."""
+
+AVERAGE: Final = "average"
+"""Source of the weights that are evaluated: the optimizer's average, or the trained weights if it keeps none.
+
+The step takes them from its state, so they are no `AuxiliaryModel`.
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,8 +39,13 @@ def is_in_layers(axes: tuple[str | None, ...]) -> bool:
     return axes[:1] == ("layers",)
 
 
-def check_stages(objective: Objective, auxiliary: Mapping[str, AuxiliaryModel], transform: ModelTransform) -> None:
-    """Raises a ConfigError if pipeline stages cannot divide the work of an objective."""
+def check_stages(
+    objective: Objective,
+    auxiliary: Mapping[str, AuxiliaryModel],
+    transform: ModelTransform,
+    averaged: tuple[str, ...] = (),
+) -> None:
+    """Raises a ConfigError if pipeline stages cannot divide the work of an objective; see `Step`."""
     copies = [name for name, each in auxiliary.items() if each.source == INIT and transform != UNCHANGED]
     deep = [
         name
@@ -52,6 +57,7 @@ def check_stages(objective: Objective, auxiliary: Mapping[str, AuxiliaryModel], 
             compares_rows(objective)
         ),
         f"the objective's model {', '.join(copies)} is a copy of a model that sections transform, such as lora": copies,
+        f"the objective's model {', '.join(averaged)} has the averaged weights of the trained model": averaged,
         f"the objective trains layers of the model {', '.join(deep)}, which stages do not divide": deep,
     }
     if found := [problem for problem, holds in problems.items() if holds]:

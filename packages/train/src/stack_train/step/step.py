@@ -23,7 +23,7 @@ from stack_train.nn.schedules import Schedule
 from stack_train.objectives import as_objective, check_accumulation, compares_rows
 from stack_train.optim.optax_optimizer import Optimizer, as_optimizer
 from stack_train.optim.outer import OuterConfig
-from stack_train.step.auxiliary import INIT, AuxiliaryModel, auxiliary_models
+from stack_train.step.auxiliary import AVERAGE, INIT, AuxiliaryModel, auxiliary_models
 from stack_train.step.microbatches import accumulate, check_metrics
 from stack_train.step.precision import Precision, apply_updates, widen, widen_optimizer, zero_sums
 from stack_train.step.qk_clip import QKClip, qk_clip_of
@@ -89,8 +89,10 @@ def make_step(  # noqa: PLR0913  each is an option of the step
     precision = Precision() if precision is None else precision
     family, config = _family_and_config(model)
     trainable = TrainableModel(family, config, settings, precision, transform, trained, mutable)
+    declared = objective.auxiliary_models
+    averaged = tuple(name for name, source in declared.items() if source == AVERAGE)
     auxiliary = auxiliary_models(
-        objective.auxiliary_models,
+        {name: source for name, source in declared.items() if name not in averaged},
         lambda: trainable.variables,
         open_model or _no_runs,
         config,
@@ -98,13 +100,13 @@ def make_step(  # noqa: PLR0913  each is an option of the step
         steps,
         precision,
     )
-    if same := sorted({*auxiliary} & trainable.module_names):
+    if same := sorted({*declared} & trainable.module_names):
         raise ConfigError(
             f"The objective has an auxiliary model {same[0]!r}, which is the name of a module of the run's model. "
             "Rename the auxiliary model."
         )
     if schedule is not None:
-        check_stages(objective, auxiliary, transform)
+        check_stages(objective, auxiliary, transform, averaged)
     trained_auxiliary = (each for each in auxiliary.values() if each.optimizer is not None)
     # Patterns may match parameters of auxiliary models, so all paths are checked together.
     settings.check([*trainable.trainable_paths, *(path for each in trained_auxiliary for path in each.paths)])
@@ -118,7 +120,9 @@ def make_step(  # noqa: PLR0913  each is an option of the step
             "the objective trains auxiliary models": any(each.optimizer is not None for each in auxiliary.values()),
         },
     )
-    step = Step(trainable, objective, settings, steps, auxiliary, accumulation_steps, schedule, outer, qk_clip)
+    step = Step(
+        trainable, objective, settings, steps, auxiliary, averaged, accumulation_steps, schedule, outer, qk_clip
+    )
     if outer is not None:
         check_replicas(
             outer,
@@ -126,7 +130,7 @@ def make_step(  # noqa: PLR0913  each is an option of the step
             {
                 "sections transform the model, such as lora": transform != UNCHANGED,
                 "mesh.stage is more than 1": schedule is not None,
-                "the objective calls auxiliary models": bool(auxiliary),
+                "the objective calls auxiliary models": bool(declared),
                 "the objective compares the rows of a whole batch": compares_rows(objective),
                 "precision.params is not float32": precision.params != "float32",
                 "the forward pass updates variables, such as the bias of a router or batch-norm statistics": bool(
@@ -147,6 +151,7 @@ class Step:
       optimizer: optimizer of the model and of trained auxiliary models.
       steps: total number of updates.
       auxiliary: models that the objective calls in addition to the trained one, by name.
+      averaged: further names by which the objective calls the trained model with its averaged weights.
       accumulation_steps: number of microbatches per batch.
       schedule: pipeline schedule; None without pipeline stages.
       outer: settings of replicas that train apart; None without replicas. Outer steps of one replica are a part of the
@@ -159,6 +164,7 @@ class Step:
     optimizer: Optimizer
     steps: int
     auxiliary: Mapping[str, AuxiliaryModel]
+    averaged: tuple[str, ...] = ()
     accumulation_steps: int = 1
     schedule: Schedule | None = None
     outer: OuterConfig | None = None
@@ -276,7 +282,8 @@ class Step:
         if self.schedule is not None:
             # The same key for every evaluation keeps the results comparable.
             return self._staged.evaluate(self.objective, variables, auxiliary or {}, batch, jax.random.key(0))
-        objective, model = self._objective(variables, auxiliary or {}), self.model.evaluation_model(variables)
+        objective = self._objective(variables, auxiliary or {}, averages=variables)
+        model = self.model.evaluation_model(variables)
         return self.model.transform.call(objective, model, batch, key=jax.random.key(0))[1]
 
     def score(
@@ -337,6 +344,7 @@ class Step:
         self, state: TrainState, mutable: Tree, batch: Batch, key: jax.Array
     ) -> tuple[Tree, Metrics, Tree]:
         frozen = {name: each.params for name, each in state.auxiliary.items() if each.opt_state is None}
+        averages = self.evaluation_variables(state) if self.averaged else {}
         logits, mutable = _without_logits(mutable)
 
         def loss(trained: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
@@ -347,7 +355,7 @@ class Step:
                 self.qk_clip.attach(model, logits)
             # The values before the forward pass, to find variables that it assigned.
             before = values_of(model)
-            objective = self._objective(variables, {**frozen, **auxiliary})
+            objective = self._objective(variables, {**frozen, **auxiliary}, averages=averages)
             value, metrics = self.model.transform.call(objective, model, batch, key=key)
             check_metrics(metrics)
             moved = self.model.variables.mutable_values(model, before)
@@ -358,9 +366,12 @@ class Step:
         (_, (metrics, mutable)), gradients = jax.value_and_grad(loss, has_aux=True)(state.trained)
         return self._sharded(gradients), metrics, mutable
 
-    def _objective(self, variables: Tree, auxiliary: Mapping[str, Tree]) -> Callable[..., tuple[jax.Array, Metrics]]:
+    def _objective(
+        self, variables: Tree, auxiliary: Mapping[str, Tree], *, averages: Tree
+    ) -> Callable[..., tuple[jax.Array, Metrics]]:
         """Binds the auxiliary models to the objective."""
         models = {name: self.auxiliary[name].merge(tree, variables) for name, tree in auxiliary.items()}
+        models |= {name: self.model.evaluation_model(averages) for name in self.averaged}
         return partial(self.objective, **models) if models else self.objective
 
     @property

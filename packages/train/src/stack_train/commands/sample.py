@@ -48,6 +48,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     guidance_rescale: float = 0.0,
     embedded_guidance: float | None = None,
     size: str | None = None,
+    tile_pixels: int | None = None,
     frames: int | None = None,
     fps: float | None = None,
     seed: Annotated[int, Parameter(negative=(), validator=Number(gte=0, lt=2**63))] = 0,
@@ -86,6 +87,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       guidance_rescale: fraction, 0 to 1, by which the contrast added by guidance is removed.
       embedded_guidance: guidance scale passed as an input to guidance-distilled models such as FLUX.1 dev.
       size: size in pixels, for latent diffusion models: a number, or WIDTHxHEIGHT.
+      tile_pixels: side of overlapping tiles in which larger images are decoded, such as 512; takes less memory.
       frames: number of frames, for models of videos; by default the run's, or for directories 81, or 161 of LTX-Video.
       fps: frames per second of a video, by default 16, or 25 of LTX-Video, which makes videos of this rate.
       seed: seed of the noise; the same seed gives the same images.
@@ -115,6 +117,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     sides = pixels if start is None else start.image.shape[:2]
     parts: dict[str, Any] = {"loras": _loras(lora), "controlnet": controlnet, "denoiser": denoiser}
     opened = open_images(model, size=sides, frames=frames, **parts)
+    opened = opened if tile_pixels is None else opened.with_tiles(tile_pixels)
     path = out or _default_path(model, opened.step, label, ".gif" if opened.makes_videos else ".png")
     if opened.makes_videos:
         _check_video(path, fps)

@@ -1,10 +1,11 @@
 """Decoding of latents in overlapping tiles, whose memory does not grow with the image.
 
 It computes what `tiled_decode` of diffusers' `AutoencoderKL` does: tiles overlap by a quarter, and in the overlap the
-weight of the next tile grows linearly from 0. Norms and attention see only their tile, which changes the image slightly.
+weight of the next tile grows linearly from 0. Norms and attention see only their tile, so the image changes slightly.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ def check_tile(pixels: int, factor: int) -> None:
 
 
 def decode_in_tiles(
-    decode: Callable[[Images], jax.Array], latents: Images, *, tile_pixels: int, factor: int
+    decode: Callable[[Any], jax.Array], latents: Images, *, tile_pixels: int, factor: int
 ) -> Float[np.ndarray, "batch image_height image_width image_channels"]:
     """Decodes image by image and tile by tile, and blends the tiles in the memory of the host.
 

@@ -260,6 +260,8 @@ def test_the_command_samples_prompts(run, tmp_path):
         ({"prompt": ("a",), "lora": ("a.safetensors",)}, ConfigError, "merged into diffusers directories"),
         ({"prompt": ("a",), "lora": ("a.safetensors=much",)}, ConfigError, "expected FILE or FILE=SCALE"),
         ({"prompt": ("a",), "size": "8x"}, ConfigError, "WIDTHxHEIGHT"),
+        ({"prompt": ("a",), "tile_pixels": 20}, ConfigError, "multiples of 8 pixels. Take 16 or 24"),
+        ({"prompt": ("a",), "denoiser": "gguf:a.gguf"}, ConfigError, "replaced in diffusers directories"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(run, tmp_path, options, error, message):

@@ -146,6 +146,7 @@ def test_sampling_is_compiled_once_for_each_sampler_and_shape(run, monkeypatch):
         ({"size": "18x16"}, ConfigError, "The size is 18x16; .* multiple of 4 pixels"),
         ({"out": "clip.mp4"}, ConfigError, r"--out is clip.mp4; videos are written as .gif, .webp, .png files"),
         ({"fps": 0.0}, ConfigError, "--fps is 0"),
+        ({"tile_pixels": 64}, ConfigError, "and autoencoder_kl_wan decodes videos"),
     ],
 )
 def test_videos_that_cannot_be_sampled_are_refused(run, options, error, message, tmp_path):

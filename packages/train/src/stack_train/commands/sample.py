@@ -1,6 +1,7 @@
 """`stack sample`: sampling of images and videos from a diffusion or flow model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -38,6 +39,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     control_start: float = 0.0,
     control_end: float = 1.0,
     grid: str | None = None,
+    images: Annotated[int | None, Parameter(negative=(), validator=Number(gte=1))] = None,
     out: Path | None = None,
     sampler: SamplerName | None = None,
     steps: int | None = None,
@@ -48,6 +50,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     guidance_rescale: float = 0.0,
     embedded_guidance: float | None = None,
     size: str | None = None,
+    tile_pixels: int | None = None,
     frames: int | None = None,
     fps: float | None = None,
     seed: Annotated[int, Parameter(negative=(), validator=Number(gte=0, lt=2**63))] = 0,
@@ -73,6 +76,8 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       control_start: fraction of the steps before the ControlNet acts.
       control_end: fraction of the steps after which the ControlNet does not act.
       grid: rows x columns of images; by default 8x8, or one image per prompt.
+      images: number of images to write as single files into the folder --out, in batches of the grid, whose seeds count
+        up from --seed.
       out: PNG file to write, or for videos a GIF or WebP file, or the name of PNG files of all frames; by default a
         file in the run's directory that its report displays, or image.png or video.gif.
       sampler: numerical method that integrates from noise to images; by default the directory's scheduler,
@@ -88,6 +93,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       guidance_rescale: fraction, 0 to 1, by which the contrast added by guidance is removed.
       embedded_guidance: guidance scale passed as an input to guidance-distilled models such as FLUX.1 dev.
       size: size in pixels, for latent diffusion models: a number, or WIDTHxHEIGHT.
+      tile_pixels: side of overlapping tiles in which larger images are decoded, such as 512; takes less memory.
       frames: number of frames, for models of videos; by default the run's, or for directories 81, or 161 of LTX-Video.
       fps: frames per second of a video, by default 16, or 25 of LTX-Video, which makes videos of this rate.
       seed: seed of the noise; the same seed gives the same images.
@@ -98,6 +104,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     pixels = None if size is None else _pixels(size)
     influence = control_scale, control_start, control_end
     _check_options(prompt, label, image, mask, control, influence)
+    _check_folder(images, out)
     # These import JAX, which is too slow for `stack --help`.
     from stack_train.diffusion.grid import pillow
     from stack_train.diffusion.samplers import SamplerConfig
@@ -118,6 +125,8 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     sides = pixels if start is None else start.image.shape[:2]
     parts: dict[str, Any] = {"loras": _loras(lora), "controlnet": controlnet, "denoiser": denoiser}
     opened = open_images(model, size=sides, frames=frames, **parts)
+    opened = opened if tile_pixels is None else opened.with_tiles(tile_pixels)
+    _check_folder(images, out, makes_videos=opened.makes_videos)
     path = out or _default_path(model, opened.step, label, ".gif" if opened.makes_videos else ".png")
     if opened.makes_videos:
         _check_video(path, fps)
@@ -130,11 +139,11 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     if prompt or opened.encoders is not None:
         prompts = [_in_turn(prompt or ("",), place, columns) for place in places]
         negative = None if negative_prompt is None else [negative_prompt] * len(prompts)
-        images = opened.images_of(
+        draw = partial(
+            opened.images_of,
             prompts,
             config,
             negative=negative,
-            seed=seed,
             embedded_guidance=embedded_guidance,
             start=start,
             control=controlled,
@@ -144,8 +153,11 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
         _check_unprompted(embedded_guidance, negative_prompt, start)
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [_in_turn(labels, place, columns) for place in places]
-        images = opened.images(turns, config, seed=seed)
-    _write(images, columns, path, fps or getattr(opened.config, "frame_rate", 16.0))
+        draw = partial(opened.images, turns, config)
+    if images is not None:
+        _write_each(draw, images, path, seed=seed)
+        return
+    _write(draw(seed=seed), columns, path, fps or getattr(opened.config, "frame_rate", 16.0))
     if out is None and opened.step is not None:
         write_report(Path(model), saved_config(RunDirectory(Path(model))))
 
@@ -167,6 +179,14 @@ def _check_options(
         )
     if mask is not None and image is None:
         raise ConfigError("--mask selects the part of an image to repaint. Give --image.")
+
+
+def _check_folder(images: int | None, out: Path | None, *, makes_videos: bool = False) -> None:
+    """Raises a ConfigError if single images cannot be written."""
+    if images is not None and (out is None or out.suffix):
+        raise ConfigError(f"--images writes single files into a folder, and --out is {out}. Give a folder.")
+    if images is not None and makes_videos:
+        raise ConfigError("--images writes single images, and the model makes videos. Leave it out.")
 
 
 def _check_label(label: tuple[int, ...], opened: Any) -> None:
@@ -213,6 +233,19 @@ def _write(images: Any, columns: int, path: Path, fps: float) -> None:
         frames = [tiled(images[:, frame], columns) for frame in range(images.shape[1])]
         write_video(np.stack(frames), path, rate=fps)
     print(path)
+
+
+def _write_each(draw: Callable[..., Any], count: int, folder: Path, *, seed: int) -> None:
+    """Writes single images, and prints the folder."""
+    from stack_train.diffusion.grid import write_png
+
+    number = 0
+    while number < count:
+        for pixels in draw(seed=seed)[: count - number]:
+            write_png(pixels, folder / f"{number:05}.png")
+            number += 1
+        seed += 1
+    print(folder)
 
 
 def _in_turn(values: Sequence[T], place: int, columns: int) -> T:

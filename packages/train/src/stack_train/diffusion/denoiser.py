@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 __all__ = [
+    "LOSS_WEIGHTS",
     "TIMESTEPS",
     "Condition",
     "Denoiser",
@@ -26,6 +27,9 @@ __all__ = [
 
 TIMESTEPS = 1000.0
 """The timestep of pure noise: a flow's time 1, or one past the last step of a discrete schedule of 1000."""
+
+LOSS_WEIGHTS = "loss_weights"
+"""Name of the factors of the images' losses in a batch."""
 
 Images = Float[Array, "batch *frames height width channels"]
 """Images or videos in [-1, 1], or latents of them."""
@@ -94,8 +98,8 @@ class LimitsSize(Protocol):
 
 
 def condition_of(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the condition in a batch of arrays, or of their shapes: all except "images" and "weights"."""
-    return {name: array for name, array in batch.items() if name not in ("images", "weights")}
+    """Returns the condition in a batch of arrays, or of their shapes: all except "images" and weights."""
+    return {name: array for name, array in batch.items() if name not in ("images", "weights", LOSS_WEIGHTS)}
 
 
 def positive(condition: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -75,7 +75,7 @@ class _Rows:
     """Consecutive rows of a tensor in a file.
 
     Attributes:
-      tensor: the whole tensor.
+      tensor: the tensor of the file.
       is_swapped: True to read the second half of the rows before the first half.
     """
 

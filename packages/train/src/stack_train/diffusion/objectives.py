@@ -14,7 +14,16 @@ from stack_core.abi.config import changed_fields, config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.objectives import Objective
-from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens, positive
+from stack_train.diffusion.denoiser import (
+    LOSS_WEIGHTS,
+    TIMESTEPS,
+    Condition,
+    Denoiser,
+    Images,
+    condition_of,
+    image_tokens,
+    positive,
+)
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig, Prediction, Schedule
 from stack_train.diffusion.samplers import SamplerConfig
 
@@ -60,7 +69,8 @@ class DenoisingConfig(Objective):
 
         loss = mean_b weight(t_b) |model(alpha_b x_b + sigma_b e_b, t_b, condition_b) - target_b|^2
 
-    The condition consists of all arrays of a batch except "images" and "weights".
+    "loss_weights" of a batch, if any, are factors of weight(t_b). The condition consists of all arrays of a batch
+    except "images", "weights" and "loss_weights".
 
     Attributes:
       condition_dropout: fraction of examples trained without their condition, for classifier-free guidance (Ho and
@@ -101,7 +111,7 @@ class DenoisingConfig(Objective):
         def mean(values: Float[Array, " batch"]) -> Metric:
             return Metric.mean(jnp.sum(values * real) / jnp.maximum(total, 1.0), total)
 
-        loss = mean(weight * errors)
+        loss = mean(weight * batch.get(LOSS_WEIGHTS, jnp.ones(())) * errors)
         return loss.value, {"loss": loss, "squared_error": mean(errors)}
 
     def drop_condition(self, model: Denoiser, condition: Condition, rows: int, *, key: jax.Array) -> Condition:

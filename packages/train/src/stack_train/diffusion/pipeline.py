@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from stack_core.abi.errors import ConversionError
@@ -36,6 +37,7 @@ from stack_train.diffusion.pipeline_classes import (
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders, load_prompt_tokenizer
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.scheduler import Objective, Scheduler, read_scheduler, scheduler_class, write_scheduler
+from stack_train.diffusion.tiles import decode_in_tiles
 from stack_train.diffusion.two_denoisers import TwoDenoisers
 
 __all__ = [
@@ -67,6 +69,7 @@ class Encoders:
       directory: source of the encoders.
       pipeline: class of the directory.
       image: encoder of the first frame of videos; None without.
+      tile_pixels: side of the tiles in which larger images are decoded; None decodes images at once.
     """
 
     directory: Path
@@ -74,14 +77,18 @@ class Encoders:
     text: TextEncoders
     pipeline: PipelineClass
     image: ImageEncoder | None = None
+    tile_pixels: int | None = None
 
     def encode(self, images: Images) -> jax.Array:
         """Returns the scaled latents of images or videos in [-1, 1]."""
         return self._coders[0](nnx.state(self.autoencoder), images)
 
-    def decode(self, latents: Images) -> jax.Array:
+    def decode(self, latents: Images) -> jax.Array | np.ndarray:
         """Returns the images or videos of scaled latents."""
-        return self._coders[1](nnx.state(self.autoencoder), latents)
+        decode, factor = partial(self._coders[1], nnx.state(self.autoencoder)), self.autoencoder.config.downsampling
+        if self.tile_pixels is None or max(latents.shape[1:3]) * factor <= self.tile_pixels:
+            return decode(latents)
+        return decode_in_tiles(decode, latents, tile_pixels=self.tile_pixels, factor=factor)
 
     @cached_property
     def _coders(self) -> tuple[Any, Any]:

@@ -41,6 +41,7 @@ from stack_train.diffusion.starts import (
     first_frame_condition,
     keep_first_frame,
 )
+from stack_train.diffusion.tiles import check_tile
 from stack_train.diffusion.wan import FIRST_FRAME
 from stack_train.run.config import run_config
 from stack_train.variables.weights import read_model
@@ -122,6 +123,23 @@ class ImageSampler:
             raise ConfigError("The model makes images, which have no frames. Leave the frames out.")
         latents = frames if self.encoders is None else self.encoders.autoencoder.config.latent_frames(frames)
         return replace(self, frames=latents)
+
+    def with_tiles(self, pixels: int) -> "ImageSampler":
+        """Returns a sampler with the given size of tiles for larger images.
+
+        Raises:
+          ConfigError: the model lacks an autoencoder, makes videos, or needs another size of tiles.
+        """
+        if self.encoders is None:
+            raise ConfigError("The model makes pixels without an autoencoder. Leave the size of tiles out.")
+        autoencoder = self.encoders.autoencoder.config
+        if self.makes_videos:
+            raise ConfigError(
+                f"Autoencoders of images decode in tiles, and {autoencoder.name} decodes videos. Leave the size of "
+                "tiles out."
+            )
+        check_tile(pixels, autoencoder.downsampling)
+        return replace(self, encoders=replace(self.encoders, tile_pixels=pixels))
 
     def images(
         self, labels: Sequence[int], sampler: SamplerConfig, *, seed: int = 0

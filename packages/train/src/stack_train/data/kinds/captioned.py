@@ -32,7 +32,9 @@ from stack_train.data.image_files import (
 )
 from stack_train.data.image_settings import CaptionSettings, open_image_source
 from stack_train.data.image_source import ImageSource
-from stack_train.diffusion.denoiser import LimitsSize, VideosConfig
+from stack_train.data.prior_images import PriorConfig, PriorPairs, check_prior, join_prior
+from stack_train.data.rows import TrainIterator, iterate_batches, row_order
+from stack_train.diffusion.denoiser import LOSS_WEIGHTS, LimitsSize, VideosConfig
 from stack_train.diffusion.ltx import TEXT_LENGTHS
 from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoders
 from stack_train.diffusion.wan import FIRST_FRAME, IMAGE_FEATURES
@@ -102,6 +104,7 @@ class CaptionedData(CaptionSettings):
       latents: "mean" trains on the means of the latents, "sample" on a new sample of their distribution in each epoch,
         as in diffusers. The cache holds means, and for samples also standard deviations.
       controls: control images for training a ControlNet (section `controlnet`); batches then contain "control".
+      prior: images of the subject's class (DreamBooth), half of each batch; batches then contain "loss_weights".
     """
 
     pipeline: str
@@ -111,6 +114,7 @@ class CaptionedData(CaptionSettings):
     buckets: BucketsConfig | None = None
     latents: Latents = "mean"
     controls: ControlsConfig | None = None
+    prior: PriorConfig | None = None
 
     @property
     def encoders(self) -> str:
@@ -118,6 +122,8 @@ class CaptionedData(CaptionSettings):
 
     def spec(self, model: Any) -> Shapes:
         shapes = encoded_spec(self, model)
+        if self.prior is not None:
+            shapes = {**shapes, LOSS_WEIGHTS: jax.ShapeDtypeStruct((self.batch_size,), np.float32)}
         if self.controls is None:
             return shapes
         pixels = model.image_size * self.controls.pixels_per_latent
@@ -139,6 +145,9 @@ class CaptionedData(CaptionSettings):
                 f"data.controls are files with the paths of the images, and data.source={self.source!r} has no files "
                 "of images. Unpack them into a folder."
             )
+        if self.prior is not None:
+            excluded = {"buckets": self.buckets, "controls": self.controls}
+            check_prior(self.prior, batch_size=self.batch_size, excluded=excluded)
 
     def build(self, *, seed: int, model: Any) -> "CaptionedBatches":
         """Reads and encodes the images and captions that are not in the cache.
@@ -159,6 +168,7 @@ class CaptionedData(CaptionSettings):
             latents=self.latents,
             buckets=self.buckets,
             controls=self.controls,
+            prior=self.prior,
         )
 
     def _read_images(self, images: ImageSource, encoders: Encoders, model: Any) -> dict[ImageSize, FileImages]:
@@ -210,6 +220,7 @@ def encoded_batches(
     latents: Latents = "mean",
     buckets: BucketsConfig | None = None,
     controls: ControlsConfig | None = None,
+    prior: PriorConfig | None = None,
 ) -> "CaptionedBatches":
     """Encodes images or videos and their captions with `settings.encoders`; see `CaptionedData.build`.
 
@@ -217,7 +228,7 @@ def encoded_batches(
       settings: section `data`, an `ImageSettings` with `source`, `encoders` and `encoded_at_once`.
       read_files: reads the pixels of each size, given the encoders and the model.
       captions_of: returns the captions of each image or video, given their names.
-      latents, buckets, controls: see `CaptionedData`.
+      latents, buckets, controls, prior: see `CaptionedData`; with a prior there is one size.
     """
     directory, at_once = Path((settings.encoders or "").removeprefix("hf:")).expanduser(), settings.encoded_at_once
     encoders = open_encoders(directory, text_tokens=model.text_tokens, text_dim=model.text_dim)
@@ -226,9 +237,14 @@ def encoded_batches(
     read = read_files(encoders, model)
     sizes = list(read)
     names = [name for each in read.values() for name in each.names]
-    encoded, identity = encode_captioned(
-        encoders, read, captions_of(names), model=model, at_once=at_once, latents=latents
-    )
+    captions = captions_of(names)
+    if prior is not None:
+        (size,) = sizes
+        channels, unreadable = encoders.autoencoder.config.channels, settings.unreadable
+        read = {size: join_prior(read[size], prior, size=size, channels=channels, unreadable=unreadable)}
+        of_prior = Captions((prior.caption,), (1.0,))
+        captions = [*captions, *[of_prior] * (len(read[size].names) - len(captions))]
+    encoded, identity = encode_captioned(encoders, read, captions, model=model, at_once=at_once, latents=latents)
     if controls is not None:
         encoded = replace(encoded, controls=read_controls(read, source=settings.source, folder=controls.folder))
     factor, spec = encoders.autoencoder.config.downsampling, settings.spec(model)
@@ -245,6 +261,7 @@ def encoded_batches(
         buckets=buckets,
         sizes=sizes,
         batch_shapes=shapes,
+        prior=None if prior is None else (prior, len(names)),
     )
 
 
@@ -388,7 +405,7 @@ class CaptionedBatches(ImageBatches):
       batch_shapes: see `VariesShapes`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, it has one caller
         self,
         settings: ImageSettings,
         images: EncodedImages,
@@ -399,13 +416,47 @@ class CaptionedBatches(ImageBatches):
         buckets: BucketsConfig | None,
         sizes: Sequence[ImageSize],
         batch_shapes: Sequence[Shapes],
+        prior: tuple[PriorConfig, int] | None = None,
     ) -> None:
+        """Splits images; see `ImageBatches`.
+
+        Args:
+          prior: settings of the images of the class, and the number of images before them.
+        """
         super().__init__(settings, images, seed=seed, bucket_of=None if buckets is None else images.bucket_of)
         self._identity, self.batch_shapes, self._encoded = identity, batch_shapes, images
         self._fingerprint |= {"data.latents": latents}
         if buckets is not None:
             check_buckets(sizes, images.bucket_of[self.training], settings.batch_size, buckets)
             self._fingerprint |= {"data.buckets": [list(size) for size in sizes]}
+        self._pairs: PriorPairs | None = None
+        if prior is not None:
+            is_prior = np.arange(len(images.names)) >= prior[1]
+            self._pairs = PriorPairs.of(self.training, is_prior, prior[0].weight)
+            self.validation = self.validation[~is_prior[self.validation]]
+            self._fingerprint |= {"data.prior.weight": prior[0].weight}
+
+    def train_iterator(self) -> TrainIterator:
+        pairs = self._pairs
+        if pairs is None:
+            return super().train_iterator()
+        order = int(np.random.SeedSequence([self._seed]).generate_state(1)[0])  # as in `iterate_rows`
+        ids = row_order(len(pairs), order).batch(self._settings.batch_size // 2).map(pairs.row_ids)
+        prefetched = self._settings.prefetch_batches
+        batches = iterate_batches(ids, lambda ids: self._batch(pairs.places(ids), ids), prefetch_batches=prefetched)
+        return TrainIterator(batches, self._fingerprint)
+
+    def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
+        if self._pairs is None:
+            return super().describe_rows(row_ids)
+        places = np.where(row_ids < 0, self._validation_places(row_ids), self._pairs.places(row_ids))
+        return [self._images.names[place] for place in places.tolist()]
+
+    def _validation_places(self, row_ids: Int64[np.ndarray, " rows"]) -> Int64[np.ndarray, " rows"]:
+        """Returns the validation image of each negative row id, and an arbitrary index for others."""
+        if not len(self.validation):
+            return np.zeros_like(row_ids)
+        return self.validation[np.clip(-1 - row_ids, 0, len(self.validation) - 1)]
 
     def write(self, directory: Path) -> None:
         self._identity.write(directory)
@@ -415,6 +466,8 @@ class CaptionedBatches(ImageBatches):
 
     def _batch(self, places: Int64[np.ndarray, " rows"], row_ids: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
         batch = super()._batch(places, row_ids)
+        if self._pairs is not None:
+            batch[LOSS_WEIGHTS] = self._pairs.loss_weights(row_ids)
         if (std := batch.pop("std", None)) is not None:
             # Each epoch has other row ids, and therefore other samples. Row ids of held-out images are negative.
             streams = ([self._seed, int(each < 0), abs(each)] for each in row_ids.tolist())

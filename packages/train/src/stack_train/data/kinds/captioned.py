@@ -210,7 +210,7 @@ def encoded_spec(settings: ImageSettings, model: Any) -> Shapes:
     return shapes
 
 
-def encoded_batches(
+def encoded_batches(  # noqa: PLR0913, each is a setting of the data
     settings: Any,
     read_files: Callable[[Encoders, Any], Mapping[ImageSize, FileImages]],
     captions_of: Callable[[Sequence[str]], Sequence[Captions]],

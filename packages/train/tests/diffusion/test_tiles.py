@@ -37,8 +37,8 @@ def test_memory_does_not_grow_with_the_image():
         latents = jax.ShapeDtypeStruct((1, side, side, 4), jnp.float32)
         return jax.jit(model.images_of).lower(latents).compile().memory_analysis().temp_size_in_bytes
 
-    tile, whole = temporary_bytes(16), temporary_bytes(64)
-    assert whole > 10 * tile > 0
+    tile, whole = temporary_bytes(16), temporary_bytes(128)
+    assert whole > 8 * tile > 0  # of 64 times as many pixels; XLA without optimizations has fixed buffers, too
 
 
 def test_models_that_do_not_decode_images_are_refused():

@@ -77,7 +77,7 @@ class ConsistencyDistillConfig(Objective):
       solver_steps: N, the number of times t_1 to t_N.
       guidance: w of the teacher, as in `SamplerConfig`, which the student learns. It is LCM's w plus 1.
       max_guidance: upper end of a range, sampled uniformly for each example; None keeps `guidance`.
-      timestep_scaling: k of c_skip and c_out, see `stack_train.diffusion.levels.boundary_scales`.
+      timestep_scaling: factor of the timesteps in c_skip and c_out; a larger one moves the image away from x sooner.
       distance: d.
       huber_scale: c.
 

@@ -156,6 +156,21 @@ def test_the_loss_is_that_of_the_paper_in_value_and_gradient(objective):
     )
 
 
+def test_loss_weights_multiply_the_losses_of_images():
+    objective = ConsistencyDistillConfig(denoising=EpsilonConfig(noise=NOISE))
+    images = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (ROWS, 3, 2, 1)), jnp.float32)
+    batch = {"images": images, "labels": jnp.arange(ROWS), "weights": jnp.ones(ROWS)}
+    model, key = Linear(jnp.float32(0.7), jnp.float32(-0.1)), jax.random.key(5)
+
+    def loss(**weights):
+        return float(objective(model, {**batch, **weights}, key=key, teacher=model, target=model)[0])
+
+    parts = [loss(loss_weights=row) for row in jnp.eye(ROWS)]
+    np.testing.assert_allclose(sum(parts), loss(), rtol=1e-5)
+    factors = jnp.arange(ROWS, dtype=jnp.float32)
+    np.testing.assert_allclose(loss(loss_weights=factors), np.dot(factors, parts), rtol=1e-5)
+
+
 class Weight(nnx.Module):
     def __init__(self):
         self.weight = nnx.Param(jnp.ones(3))

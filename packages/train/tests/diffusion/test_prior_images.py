@@ -1,5 +1,6 @@
 """Tests of prior preservation (DreamBooth); the encoders are those of `test_captioned`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stack_core.abi.errors import ConfigError
+from stack_core.abi.errors import ConfigError, DataError
 from stack_train.commands.sample import _write_each, sample
 from stack_train.data.buckets import BucketsConfig
 from stack_train.data.kinds.captioned import CaptionedData
@@ -66,6 +67,9 @@ def test_each_batch_is_half_of_each_source(pipeline, tmp_path):
         CaptionedData(source="x", pipeline="x", batch_size=3, prior=prior).check(config)
     with pytest.raises(ConfigError, match=r"does not combine with data\.buckets"):
         CaptionedData(source="x", pipeline="x", prior=prior, buckets=BucketsConfig()).check(config)
+    alone = replace(data, source=f"{next((tmp_path / 'subject').glob('*.png'))}", validation_fraction=0.92)
+    with pytest.raises(DataError, match=r"holds out all 1 images of data\.source, so none is left to train on"):
+        alone.build(seed=0, model=config)
     section = {"batch_size": 4, "prior": {"source": prior.source, "caption": "a ring"}}
     run = flux_config(tmp_path / "run", tmp_path / "subject", pipeline, steps=1, model=TINY, data=section)
     assert train(run).step == 1

@@ -16,7 +16,15 @@ from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.objectives import Objective
 from stack_core.abi.plugins import registries
 from stack_core.abi.registry import Entry, Registry
-from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens
+from stack_train.diffusion.denoiser import (
+    LOSS_WEIGHTS,
+    TIMESTEPS,
+    Condition,
+    Denoiser,
+    Images,
+    condition_of,
+    image_tokens,
+)
 from stack_train.diffusion.levels import boundary_scales, solver_timesteps
 from stack_train.diffusion.noise import FlowConfig
 from stack_train.diffusion.objectives import DenoisingConfig
@@ -198,13 +206,14 @@ class ConsistencyDistillConfig(Objective):
         errors = end(model, x, step) - target
         total = jnp.sum(real)
 
-        def mean(values: Images) -> Metric:
+        def mean(values: Images, weights: Array = real) -> Metric:
             each = jnp.mean(values, axis=tuple(range(1, images.ndim)))
-            return Metric.mean(jnp.sum(each * real) / jnp.maximum(total, 1.0), total)
+            return Metric.mean(jnp.sum(each * weights) / jnp.maximum(total, 1.0), total)
 
         squares = jnp.square(errors)
         c = self.huber_scale
-        loss = mean(squares if self.distance == "squared" else jnp.sqrt(squares + c**2) - c)
+        distances = squares if self.distance == "squared" else jnp.sqrt(squares + c**2) - c
+        loss = mean(distances, real * batch.get(LOSS_WEIGHTS, jnp.ones(())))
         return loss.value, {"loss": loss, "squared_error": mean(squares)}
 
     def _guidance(self, condition: Condition, images: Images, *, key: jax.Array) -> Any:

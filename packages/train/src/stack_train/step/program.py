@@ -113,8 +113,8 @@ class Program:
         def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
             sizes = array_shapes(batch)
             if sizes not in programs and (shapes := known.get(sizes)) is not None:
-                traced = self.trace(shapes)
-                program = self._jitted(shapes) if self._has_subbyte_codes else compile_lowered(traced.lower())
+                subbyte = self._has_subbyte_codes
+                program = self._jitted(shapes) if subbyte else compile_lowered(self.trace(shapes).lower())
                 programs[sizes] = program, shapes
             program, expected = programs.get(sizes, (first, whole))
             check_batch(batch, expected, "compile")

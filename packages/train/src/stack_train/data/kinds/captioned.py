@@ -421,7 +421,10 @@ class CaptionedBatches(ImageBatches):
         """Splits images; see `ImageBatches`.
 
         Args:
-          prior: settings of the images of the class, and the number of images before them.
+          prior: settings of the images of the class, and the index of the first.
+
+        Raises:
+          DataError: no image of the subject is left to train on.
         """
         super().__init__(settings, images, seed=seed, bucket_of=None if buckets is None else images.bucket_of)
         self._identity, self.batch_shapes, self._encoded = identity, batch_shapes, images
@@ -433,6 +436,11 @@ class CaptionedBatches(ImageBatches):
         if prior is not None:
             is_prior = np.arange(len(images.names)) >= prior[1]
             self._pairs = PriorPairs.of(self.training, is_prior, prior[0].weight)
+            if not len(self._pairs.subject):
+                raise DataError(
+                    f"data.validation_fraction={settings.validation_fraction} holds out all {prior[1]} images of "
+                    "data.source, so none is left to train on. Set it to 0."
+                )
             self.validation = self.validation[~is_prior[self.validation]]
             self._fingerprint |= {"data.prior.weight": prior[0].weight}
 
